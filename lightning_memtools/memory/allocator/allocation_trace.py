@@ -89,11 +89,11 @@ class AllocationTrace:
         )
 
     def extrapolated(self, other: AllocationTrace, where: Fraction) -> AllocationTrace:
-        """Return a trace whose sizes are extrapolated linearly from two traces: this one at position 0, `other` at 1.
+        """Return a new trace whose sizes are extrapolated linearly from this trace and `other`.
 
         Args:
-            other: The trace at position 1, with the same events.
-            where: The position of the new trace. It may be less than 0 or more than 1.
+            other: The second trace, with the same events.
+            where: The position of the new trace: 0 is this trace, 1 is `other`. Other numbers are allowed, too.
         """
         new = AllocationTrace(self.config, capacity=self.capacity, used_by_others=self.used_by_others)
         new.contexts = list(self.contexts)

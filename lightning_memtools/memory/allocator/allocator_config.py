@@ -13,21 +13,21 @@ from lightning_memtools.memory.sizes import MIB, format_size
 
 @dataclass(frozen=True, slots=True)
 class AllocatorConfig:
-    """Settings of the allocator that change how memory is allocated; sizes in bytes. The defaults are torch's.
+    """Settings of the allocator that change how memory is allocated. Sizes are in bytes, the defaults are torch's.
 
     Attributes:
         expandable_segments: Whether to grow one virtual address range per stream instead of using separate segments.
         max_split_size: Blocks of at least this size are never split; None for no limit.
         max_non_split_rounding: A request of at least ``max_split_size`` takes a cached block only if the block exceeds
-            the request by less than this size. None for ``large_segment_size``.
-        roundup_power2_divisions: The number of steps between two powers of two to which sizes are rounded up. There is
-            one entry per interval of sizes (see `block_rounding.roundup_divisions_of`); 0 or 1 turns this rounding off
-            for the interval, and an empty tuple for all.
+            the request by less than this size. None means ``large_segment_size``.
+        roundup_power2_divisions: The number of equal steps into which the range between two powers of two is divided;
+            sizes are rounded up to the next step. Each entry is for one interval of sizes (see
+            `block_rounding.roundup_divisions_of`). 0 or 1 means no such rounding, as does an empty tuple.
         per_process_memory_fraction: The fraction of the device's memory that the allocator may reserve.
         large_segment_size: The size of the segments that serve requests between 1 and 10 MiB.
 
     Raises:
-        ValueError: A limit for splitting is smaller than a large segment.
+        ValueError: ``max_split_size`` or ``max_non_split_rounding`` is less than ``large_segment_size``.
     """
 
     expandable_segments: bool = False

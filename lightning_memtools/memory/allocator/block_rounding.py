@@ -42,7 +42,7 @@ def round_to_power_of_two_division(n_bytes: int, divisions: int) -> int:
 
 
 def roundup_divisions_of(n_bytes: int, divisions_per_interval: tuple[int, ...]) -> int:
-    """Return the number of divisions for a size; the first entry is for sizes below 2 MiB, the last from 32 GiB."""
+    """Look up the number of divisions for a size: the first entry is for sizes below 2 MiB, the last from 32 GiB up."""
     interval = n_bytes.bit_length() - MIB.bit_length()
     return divisions_per_interval[min(max(interval, 0), ROUNDUP_INTERVALS - 1)]
 
@@ -52,7 +52,7 @@ def block_size(n_bytes: int, divisions_per_interval: tuple[int, ...] = ()) -> in
 
     Args:
         n_bytes: The requested size, at least 1.
-        divisions_per_interval: ``roundup_power2_divisions``, one entry per interval of sizes; empty for none.
+        divisions_per_interval: The setting ``roundup_power2_divisions``; if empty, sizes are rounded up to 512 bytes.
     """
     if n_bytes < MIN_BLOCK:
         return MIN_BLOCK
@@ -64,7 +64,7 @@ def block_size(n_bytes: int, divisions_per_interval: tuple[int, ...] = ()) -> in
 
 
 def segment_size(size: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Return the size of the segment to request from the device when no cached block fits ``size`` bytes."""
+    """Return the size of the segment to request for ``size`` bytes: ``large_segment`` if between 1 and 10 MiB."""
     if size <= SMALL_LIMIT:
         return SMALL_SEGMENT
     if size < WHOLE_SEGMENT_FROM:

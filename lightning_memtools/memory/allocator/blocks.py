@@ -29,13 +29,13 @@ _NO_LIMIT = 1 << 62
 class Block:
     """A range of simulated device memory: allocated by `CachingAllocator.malloc`, free in the cache, or unmapped.
 
-    The object belongs to the allocator: like a pointer, it may be merged or reused after it was freed.
+    Do not use a block after it was freed: the allocator may then merge it with its neighbors or allocate it again.
 
     Attributes:
         address: Its first address.
-        size: Its size in bytes, rounded as the allocator rounds.
-        requested: The size that its last holder requested, in bytes.
-        id: The number of its last allocation, counted from 1, by which traces refer to it.
+        size: Its size in bytes, as rounded up by the allocator.
+        requested: The size in bytes that was requested at its last allocation.
+        id: The number of its last allocation, counted from 1. Traces refer to blocks by this number.
         label: The label of its last allocation.
         free_blocks: The set that the block belongs to when it is free.
         segment: The segment it is part of.
@@ -107,13 +107,13 @@ class Block:
 
 
 class Segment:
-    """Memory from one request to the device; if expandable, a range of virtual addresses that is mapped in parts.
+    """Memory from one cudaMalloc. An expandable segment is a range of virtual addresses instead, mapped in parts.
 
     Attributes:
         address: Its first address.
         size: Its size in bytes; for an expandable segment, the size of the virtual range, mapped or not.
         free_blocks: The set that its blocks belong to when they are free.
-        page_size: The memory that is mapped at a time; None for segments that are not expandable.
+        page_size: The number of bytes that are mapped at a time; None for segments that are not expandable.
         first: The block at its start. It never changes, because a merge keeps the block at the lower address.
     """
 
@@ -239,7 +239,7 @@ class BlockCache:
         self._count_split(split)
 
     def _refine(self, free_blocks: FreeBlocks, size: int, index: int) -> int:
-        """Adjust the best-fit `index` to the settings. Return the index to use, or ``len(blocks)`` if no block fits."""
+        """Return the index of the block to use, given the best fit's `index`; ``len(blocks)`` if no block is usable."""
         blocks = free_blocks.blocks
         none = len(blocks)
         if index == none:

@@ -38,16 +38,16 @@ class CachingAllocator:
     Args:
         config: The settings; by default torch's defaults.
         capacity: The total memory of the device; None for no limit.
-        used_by_others: The memory held by other processes, and by this one outside the allocator.
+        used_by_others: The memory held by other processes, and by this process outside the allocator.
         record: Whether to keep an `AllocationTrace` of all requests for replays and snapshots (8 to 16 bytes per call).
-        observer: Called at every action with its name (as in torch's snapshots), the address and the size.
+        observer: Called at every action, with the action's name in torch's snapshots, the address and the size.
 
     Attributes:
         config: The settings.
         trace: The events since the allocator was created; None unless they are recorded.
         capacity: The total memory of the device; None for no limit.
         used_by_others: The memory of the device that is held outside of this allocator.
-        alloc_retries: The number of times that the whole cache was released for a request (torch: num_alloc_retries).
+        alloc_retries: The number of times that the cache was emptied to serve a request (torch: num_alloc_retries).
         ooms: The number of times that `SimulatedOutOfMemory` was raised (torch: num_ooms).
     """
 
@@ -136,7 +136,7 @@ class CachingAllocator:
         self._release_cached()
 
     def reset_peaks(self) -> None:
-        """Set every peak to the current value."""
+        """Set the peaks of allocated and reserved memory to the current values."""
         if self.trace is not None:
             self.trace.add(TraceEventKind.RESET_PEAKS)
         self._tally.reset_peaks()
@@ -201,7 +201,7 @@ class CachingAllocator:
     # --- implementation
 
     def _find_memory(self, free_blocks: FreeBlocks, size: int, n_bytes: int, label: str | None) -> Block:
-        """Find memory for a request that no cached block fits, by the same steps as PyTorch's allocator."""
+        """Request ``size`` bytes from the device. If it has too little memory, release cached memory and try again."""
         block = self._ask_device(free_blocks, size)
         if (
             block is None

@@ -47,7 +47,7 @@ class AllocatorHistory:
         self._entries: deque[tuple[str, int, int, int, str | None]] = deque(maxlen=max_entries)
 
     def __call__(self, action: str, address: int, size: int, free_blocks: FreeBlocks, label: str | None) -> None:
-        """Record an action."""
+        """Record an action of the allocator, on the stream of `free_blocks`."""
         self.count += 1
         self._entries.append((action, address, size, free_blocks.stream, label))
 
@@ -73,8 +73,8 @@ class AllocatorHistory:
 def take_snapshot(allocator: CachingAllocator, history: AllocatorHistory | None = None) -> dict[str, Any]:
     """Return a snapshot of an allocator: segments, blocks and history. The default history is the allocator's trace.
 
-    A block's label becomes its stack: each line of the form ``file:line:function`` becomes a frame, and any other line
-    a frame with that name. Times in the history count actions, since no time passes in the simulation.
+    A block's label becomes its stack trace, with one frame per line. If a line is not of the form
+    ``file:line:function``, it becomes the frame's name. Times in the history count actions, not seconds.
 
     Returns:
         A dictionary with "segments", "device_traces" (of one device, 0), "allocator_settings" and
@@ -154,7 +154,7 @@ def _segment(segment: Segment, blocks: list[Block], frames: Callable[[str | None
 
 
 def config_of(snapshot: Mapping[str, Any]) -> AllocatorConfig:
-    """Return the allocator's settings from a snapshot; if the snapshot has none, those of this process."""
+    """Return the allocator's settings from a snapshot. If it has none, read this process's PYTORCH_ALLOC_CONF."""
     recorded = snapshot.get("allocator_settings", {}).get("PYTORCH_CUDA_ALLOC_CONF")
     text = recorded or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     try:
@@ -165,14 +165,14 @@ def config_of(snapshot: Mapping[str, Any]) -> AllocatorConfig:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequest:
-    """The last request in a history that failed for lack of memory, and the trace of all requests before it.
+    """A request that failed because the device had too little memory, and the trace of all requests before it.
 
     Attributes:
-        trace: The requests before the failed one. Blocks that are older than the history come first, in address order,
-            because the order of their allocations is not known.
-        n_bytes: The requested size, as the allocator rounds it.
-        stream: The number of the request's stream in the trace.
-        is_complete: Whether the history begins with an empty device, so that no allocation is missing from it.
+        trace: The requests before the failed request. Blocks that are older than the history come first, in address
+            order, because the order of their allocations is not known.
+        n_bytes: The size of the failed request, as rounded up by the allocator.
+        stream: The stream of the failed request, as numbered in `trace`.
+        is_complete: Whether the allocator held no blocks when the history began.
     """
 
     trace: AllocationTrace
@@ -189,7 +189,7 @@ def failed_request(
     used_by_others: int,
     device: int = 0,
 ) -> FailedRequest | None:
-    """Return the last out-of-memory error in a snapshot's history; None if the history holds none.
+    """Return the last request in a snapshot's history that failed for lack of memory; None if no request failed.
 
     Args:
         snapshot: The result of `torch.cuda.memory._snapshot` or `take_snapshot`.
@@ -221,7 +221,7 @@ def trace_until(
 ) -> AllocationTrace:
     """Return a trace of all requests before the time `until`, a value of `time_us` in the snapshot's history.
 
-    If the allocator released segments right after `until` to make room, the trace releases them too.
+    If segments were released directly after `until`, to make room for the next request, the trace includes this.
     """
     writer = _TraceWriter(snapshot, AllocationTrace(config, capacity=capacity, used_by_others=used_by_others), device)
     for entry in snapshot["device_traces"][device]:

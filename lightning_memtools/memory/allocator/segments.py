@@ -31,7 +31,7 @@ class DeviceSegments:
 
     Attributes:
         capacity: The total memory of the device; None for no limit.
-        used_by_others: The memory held by other processes, and by this one outside the allocator (the CUDA context).
+        used_by_others: The memory held by other processes, and by this process outside the allocator (CUDA context).
         allowed: The most that may be reserved (``per_process_memory_fraction``); None for no such limit.
         large_segment_size: The page size of large expandable segments.
         segments: Every segment held, by address.
@@ -73,7 +73,7 @@ class DeviceSegments:
         return self.allowed is None or self.tally.reserved + n_bytes <= self.allowed
 
     def take_segment(self, free_blocks: FreeBlocks, size: int) -> Block | None:
-        """Reserve a segment (cudaMalloc), and return the block that covers it; None when the device has too little."""
+        """Reserve a segment (cudaMalloc), and return its only block; None when the device has too little memory."""
         if not self.device_has(size):
             return None
         segment = self.new_segment(free_blocks, size)
@@ -87,13 +87,13 @@ class DeviceSegments:
         self.count("segment_free", block.address, block.size, block.free_blocks)
 
     def count(self, action: str, address: int, size: int, free_blocks: FreeBlocks) -> None:
-        """Count memory that was reserved or released, and call the observer."""
+        """Count memory that was reserved or released, depending on `action`, and call the observer."""
         self.tally.reserve(size if action in {"segment_alloc", "segment_map"} else -size)
         if self.observer is not None:
             self.observer(action, address, size, free_blocks, None)
 
     def new_segment(self, free_blocks: FreeBlocks, size: int, page_size: int | None = None) -> Segment:
-        """Return a segment at new addresses; an expandable segment has no memory behind it yet."""
+        """Return a segment at an unused address. With a `page_size`, the segment is expandable, and still unmapped."""
         segment = Segment(self._next_address, size, free_blocks, page_size)
         self._next_address += round_up(size, SEGMENT_STEP)
         self.segments[segment.address] = segment
@@ -104,11 +104,11 @@ class DeviceSegments:
 
 
 def grow(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Map memory until one free block holds ``size`` bytes, at the lowest address where that is possible.
+    """Map pages of expandable segments at the lowest possible address, to make a block of at least ``size`` bytes.
 
     Returns:
-        That block, removed from the free blocks; None when the device has too little memory. Pages that were mapped
-        before the failure stay in the cache.
+        The new block, removed from `free_blocks`; None when the device has too little memory. In that case, pages
+        that were mapped already stay in the cache.
     """
     block = _lowest_room(free_blocks, size) or _new_range(reserve, free_blocks)
     if block.state == UNMAPPED:
@@ -196,7 +196,7 @@ def whole_pages(block: Block) -> tuple[int, int]:
 
 
 def _lowest_room(free_blocks: FreeBlocks, size: int) -> Block | None:
-    """Return the first block of the lowest run of free or unmapped blocks that spans ``size`` bytes, or None."""
+    """Return the lowest block that spans ``size`` bytes together with the free or unmapped blocks right behind it."""
     for unmapped in free_blocks.unmapped:
         before = unmapped.prev
         first = before if before is not None and before.state == FREE else unmapped
@@ -238,9 +238,9 @@ def release_cached(reserve: DeviceSegments, pools: Iterable[FreeBlocks]) -> None
 
 
 def release_oversize(reserve: DeviceSegments, free_blocks: FreeBlocks, size: int, max_split: int) -> bool:
-    """Release cached blocks of one stream, each of at least `max_split` bytes, until a request has enough memory.
+    """Release cached blocks of at least `max_split` bytes each, to make room for a request of `size` bytes.
 
-    If one block is large enough, only that one is released; otherwise the largest blocks, until they add up to `size`.
+    If a single block is large enough, only that block is released. Otherwise, the largest blocks are released first.
 
     Returns:
         True if enough memory for the request was released.

@@ -17,7 +17,7 @@ class SimulatedOutOfMemory(Exception):  # noqa: N818, named for what happened, a
         segment_size: The size that was requested from the device: the number in CUDA's "Tried to allocate".
         capacity: The total memory of the device; None when only a memory fraction limits it.
         free: The free memory of the device.
-        used_by_others: The memory held by other processes, and by this one outside the allocator.
+        used_by_others: The memory held by other processes, and by this process outside the allocator.
         allocated: The memory held by tensors.
         reserved: The memory held in segments, used or not.
         allowed: The most that ``per_process_memory_fraction`` lets the allocator reserve; None without such a limit.

@@ -20,7 +20,7 @@ class ReplayedTrace:
 
     Attributes:
         allocator: The allocator after the last event that was replayed.
-        out_of_memory: The failed request that ended the replay early; None if it reached the end.
+        out_of_memory: The error that ended the replay early; None if every event was replayed.
     """
 
     allocator: CachingAllocator
@@ -46,14 +46,14 @@ def replay(
 ) -> ReplayedTrace:
     """Replay a trace on a new allocator.
 
-    With the recorded settings, the result is the recorded state, block for block. With others, it is the state that the
-    same program would have reached. The replay ends at the first request that fails, because what the program does then
-    is not known. A request that failed in the recorded run is tried again; if it succeeds, its block is freed at once.
+    With the recorded settings, the allocator ends in the recorded state, block for block. With other settings, it ends
+    in the state that the same program would have reached. The replay ends early if a request fails that succeeded in
+    the recorded run. Requests that failed then are tried again; if they succeed now, their blocks are freed at once.
 
     Args:
         trace: The trace.
-        config: The allocator's settings; by default the recorded ones.
-        capacity: The device's capacity in bytes, None for no limit; by default the recorded one.
+        config: The allocator's settings; by default those in the trace.
+        capacity: The device's capacity in bytes, None for no limit; by default the capacity in the trace.
         observer: Called with every action, as for `CachingAllocator`.
     """
     allocator = CachingAllocator(
@@ -69,7 +69,7 @@ def replay_on(allocator: CachingAllocator, trace: AllocationTrace, *, n_skipped:
     """Replay a trace on an allocator that may hold blocks already.
 
     Args:
-        allocator: The allocator; it changes.
+        allocator: The allocator, which is changed in place.
         trace: The trace.
         n_skipped: The number of allocations and frees to skip at the beginning, such as those that put the model on
             the device. Later frees of the skipped blocks are skipped too.

@@ -109,7 +109,7 @@ def attention_backend(
 
 
 def _efficient_mask(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Convert the mask for the memory-efficient kernel: to the query's dtype, with aligned rows, for every head."""
+    """Convert the mask for the memory-efficient kernel: to the query's dtype, with aligned rows, for all heads."""
     if mask is None:
         return None
     mask = _of_numbers(mask, query.dtype)
@@ -141,7 +141,7 @@ def _unfused(  # noqa: PLR0917, as torch's
 ) -> torch.Tensor:
     """Compute attention as CUDA's "math" kernel does: in float32, unless the user allowed half-precision reductions.
 
-    torch's own function would use the CPU's dropout, and for fake tensors it would not add the mask in place.
+    torch's own CPU implementation is not used: its dropout is not CUDA's, and it does not add fake masks in place.
     """
     dtype, allowed = query.dtype, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     mask = None if mask is None else _of_numbers(mask, dtype)
@@ -202,7 +202,7 @@ def flash_backward(call: Call) -> Any:
 
 
 def efficient(call: Call) -> Any:
-    """Allocate what the memory-efficient kernel does: output, log-sum-exp and, for wide half heads, float32 sums."""
+    """Allocate the kernel's output and log-sum-exp, and float32 sums for half-precision heads wider than 128."""
     query, _, value, _, wants_sums = call.args[:5]
     batch, heads, length, _ = query.shape
     out = call.empty([batch, length, heads, value.shape[-1]], query.dtype).transpose(1, 2)
@@ -231,7 +231,7 @@ def efficient_backward(call: Call) -> Any:
 
 
 def _gradient_sums(n_heads: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_half: bool) -> int:
-    """Return the number of floats per head that the memory-efficient kernel takes to sum up gradients."""
+    """Return how many floats per head the memory-efficient kernel needs as a buffer for summing gradients."""
     head = query.shape[-1]
     rows = 128 if is_half and head > _WIDE else 64
     tiles = -(-query.shape[2] // rows) * -(-head // 64)

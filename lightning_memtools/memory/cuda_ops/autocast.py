@@ -52,9 +52,9 @@ _KEY = "AutocastCPU"
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Context manager: make autocast treat CPU tensors as CUDA tensors, by CUDA's lists of operators.
+    """Context manager: make autocast treat CPU tensors as if they were CUDA tensors.
 
-    autocast("cuda") then acts on CPU tensors. Operators that only the CPU's lists name, such as quantile, do not cast.
+    autocast("cuda") then acts on CPU tensors, and uses CUDA's lists of operators instead of the CPU's.
     """
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     original = torch.autocast.__init__

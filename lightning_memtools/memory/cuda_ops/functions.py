@@ -18,7 +18,7 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class ReplacedFunctions(TorchFunctionMode):
-    """Mode that calls replacements in place of some of torch's functions, even while backward recomputes layers.
+    """Mode that replaces some of torch's functions, even while gradient checkpointing recomputes layers in backward.
 
     Args:
         replacements: The replacement of each function.
@@ -47,7 +47,7 @@ class ReplacedFunctions(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the mode, and undo the patches of torch's attributes."""
+        """Leave the mode, and undo the patches that `__enter__` made."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
 
@@ -106,5 +106,5 @@ _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
 
 
 def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
-    """Return replacements for torch's attention, rms_norm and RNN functions, which allocate memory as `gpu` would."""
+    """Return replacements for torch's attention, rms_norm and RNN functions, to allocate memory as on a given GPU."""
     return _REPLACEMENTS | {F.scaled_dot_product_attention: partial(attention, gpu=gpu)}

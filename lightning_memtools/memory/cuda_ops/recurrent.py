@@ -101,7 +101,7 @@ class _CudnnRnn(torch.autograd.Function):
 def cudnn_spaces(
     kind: str, layout: tuple[int, int, bool, bool], dropout: float, source: torch.Tensor, n_out: int
 ) -> tuple[int, int]:
-    """Return the bytes that cuDNN takes for a recurrent layer: its workspace, and the reserve kept for backward."""
+    """Return the bytes of cuDNN's workspace and reserve space; `layout`: hidden size, layers, bidirectional, unused."""
     hidden, n_layers, both_ways, _ = layout
     n_places, directions = source.numel() // source.shape[-1], 1 + both_ways
     n_units, outs = n_places * hidden * directions * n_layers, n_places * n_out
@@ -143,7 +143,7 @@ def _is_flattened(weight: torch.Tensor) -> bool:
 
 
 def _views_of_one(like: Sequence[torch.Tensor], n_biases: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return new tensors shaped like those in `like`: views of one buffer, which has `n_biases` more elements."""
+    """Return new tensors with the shapes of `like`: views of one buffer that ends with `n_biases` unused elements."""
     sizes = [one.numel() for one in like]
     buffer = like[0].new_empty(sum(sizes) + n_biases, dtype=dtype)
     parts = torch.split(buffer[: sum(sizes)], sizes)
@@ -158,7 +158,7 @@ def _copied_into_one(weights: Sequence[torch.Tensor], n_biases: int, dtype: torc
 
 
 def _recurrent(kind: str, source: torch.Tensor, *args: Any) -> Any:
-    """Run one of torch's recurrent functions ("lstm", "gru" or "rnn") on fake tensors."""
+    """Run one of torch's recurrent functions ("lstm", "gru" or "rnn") on fake tensors, with cuDNN's memory."""
     # For a packed sequence torch passes the batch sizes of the time steps first, and no `batch_first`. Its data are the
     # rows of all time steps one below the other, so nothing else differs.
     is_packed = isinstance(args[2], (list, tuple))  # the weights, otherwise the second of them

@@ -154,7 +154,7 @@ def _strides_of_result(shape: list[int], reduced: set[int]) -> list[int]:
 
 
 def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]:
-    """Return the dimensions in TensorIterator's order: sorted by the strides of result and input, innermost first."""
+    """Sort dimensions like TensorIterator, innermost first, given the result's strides and the input's strides."""
     order = list(reversed(range(len(shape))))
     for i in range(1, len(shape)):
         at = i
@@ -169,7 +169,7 @@ def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]
 
 
 def _compared(one: int, other: int, results: list[int], inputs: list[int], shape: list[int]) -> int:
-    """Compare dimensions as TensorIterator does to sort them: 1 to swap `one` and `other`, -1 not to, 0 for a tie."""
+    """Compare two dimensions by stride: return -1 if `one` belongs inside `other`, 1 for the opposite, 0 for a tie."""
     if (results[one] == 0) != (results[other] == 0):
         return 1 if results[other] == 0 else -1
     for strides in (results, inputs):
@@ -184,12 +184,12 @@ def _compared(one: int, other: int, results: list[int], inputs: list[int], shape
 
 
 def _rule(dims_at: int | None, part_bytes: Callable[[torch.dtype], int], *, any_type: bool = False) -> Rule:
-    """Return a rule that runs a reduction and allocates the temporary buffers of its CUDA kernel.
+    """Return a function that runs a reduction and allocates the temporary buffers of its CUDA kernel.
 
     Args:
         dims_at: The position of the operator's argument that lists the reduced dimensions; None if all are reduced.
         part_bytes: Returns the size in bytes of one partial result for a given dtype.
-        any_type: Whether the kernel can write a result of another dtype without first copying the input to it.
+        any_type: Whether the kernel can write a result of any dtype without first casting the whole input.
     """
 
     def reduce(call: Call) -> Any:

@@ -21,16 +21,16 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator, with what a rule needs to run in its place and allocate memory as CUDA does.
+    """One call of an operator, passed to a rule: a function that runs in its place and allocates memory as CUDA does.
 
     Attributes:
         run: Runs an operator, and allocates its results on the simulated device.
         func: The operator.
-        args: Its arguments by position.
-        kwargs: Its arguments by name.
-        gpu: The GPU.
-        hold: Allocates temporary blocks of the given sizes in bytes; they are freed when the rule returns.
-        release: Frees temporary blocks of the given sizes before the rule returns.
+        args: The operator's positional arguments.
+        kwargs: The operator's keyword arguments.
+        gpu: The simulated GPU.
+        hold: Allocates temporary blocks of the given sizes in bytes. They are freed when the rule returns.
+        release: Frees temporary blocks of the given sizes earlier than that.
     """
 
     run: Callable[..., Any]
@@ -68,7 +68,7 @@ def copy_bytes(tensor: torch.Tensor) -> int:
 
 
 def layer_norm(call: Call) -> Any:
-    """Run layer norm, and allocate as CUDA does: half inputs give float32 mean and rstd."""
+    """Run layer norm, and allocate memory as CUDA does: for half-precision inputs, mean and rstd are float32."""
     source, normalized = call.args[:2]
     call.hold(copy_bytes(source))
     if source.dtype not in HALF:
@@ -79,7 +79,7 @@ def layer_norm(call: Call) -> Any:
 
 
 def batch_norm(call: Call) -> Any:
-    """Allocate batch norm's output, mean and rstd as CUDA does. In evaluation, cuDNN allocates the output alone."""
+    """Allocate batch norm's output, mean and rstd as CUDA does. In evaluation, cuDNN allocates only the output."""
     source, weight, training = call.args[0], call.args[1], call.args[5]
     # _select_batch_norm_backend takes torch's own kernels for rows.
     by_cudnn = source.dtype in {torch.float32, torch.float16} and weight is not None and weight.dtype is torch.float32
@@ -107,14 +107,14 @@ def softmax(call: Call) -> Any:
 
 
 def softmax_backward(call: Call) -> Any:
-    """Run softmax's backward. Allocate its temporaries: gradient times output, and a non-contiguous output's copy."""
+    """Run softmax's backward, and allocate two temporaries: gradient * output, and the output made contiguous."""
     out, output = call.results(), call.args[1]
     call.hold(nbytes(output), copy_bytes(output))
     return out
 
 
 def log_softmax_backward(call: Call) -> Any:
-    """Run log_softmax's backward. Allocate temporary copies of the gradient and the output if not contiguous."""
+    """Run log_softmax's backward, and allocate a temporary copy of a non-contiguous gradient or output."""
     out = call.results()
     call.hold(*map(copy_bytes, call.args[:2]))
     return out
@@ -142,7 +142,7 @@ def log_sigmoid(call: Call) -> Any:
 
 
 def fused_cell(call: Call) -> Any:
-    """Return the new states of an LSTM or GRU cell, and its workspace for backward: 4 or 5 values per hidden unit."""
+    """Return a cell's new states, and what it keeps for backward: per hidden unit, 4 values for LSTM or 5 for GRU."""
     state = call.args[2]
     is_lstm = call.func is aten._thnn_fused_lstm_cell.default
     kept = call.empty([state.shape[0], (4 if is_lstm else 5) * state.shape[1]], state.dtype)
@@ -184,10 +184,10 @@ def embedding_bag(call: Call) -> Any:
 def gradient_sum(call: Call) -> Any:
     """Accumulate a gradient in place into an earlier gradient of the same tensor, as autograd does in a real run.
 
-    For fake tensors and under dispatch modes, autograd would make a new tensor, since the earlier gradient may have
-    other references. With residual connections, this would add one activation to the peak. Two other kinds of sums
-    cannot be told apart from this one, and so also run in place: sums inside a backward formula, and sums whose first
-    gradient another branch still needs. Views are never changed in place, because they share storage with their base.
+    For fake tensors and under dispatch modes, autograd allocates a new tensor for the sum. With residual connections,
+    this would raise the peak by the size of one activation. Two other kinds of additions look the same to this rule,
+    and so also run in place: additions inside a backward formula, and additions to a gradient that another branch
+    still needs. Views are never changed in place.
     """
     total, gradient = call.args[:2]
     is_sum = not call.kwargs and current_graph_task() != -1 and not torch.is_grad_enabled()

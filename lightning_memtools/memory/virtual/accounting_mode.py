@@ -43,10 +43,10 @@ FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class AccountingMode(OperatorMode):
-    """A dispatch mode that records the storages created by one thread's operators in a ledger for all threads.
+    """A dispatch mode that counts the storages that one thread's operators create as memory of a simulated device.
 
-    Interceptors are functions that may supply an operator's result; they are called in turn. If none supplies it,
-    `run` runs the operator, and `account` records the new storages in the ledger.
+    All threads share one ledger, which lists these storages. Before an operator runs, the mode calls functions that may
+    supply its result (interceptors). If none of them does, the operator runs, and its new storages are counted.
 
     Attributes:
         place: The stack of module calls of this thread.
@@ -84,7 +84,7 @@ class AccountingMode(OperatorMode):
         self._has_workspace = {False: False, True: False}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the operator's result from an interceptor, or run the operator and count the storages it makes."""
+        """Return an operator's result from an interceptor, or run the operator and count its new storages."""
         if func is DEVICE_OF and type(args[0]) is FakeTensor:  # more than half of all calls in a simulated step
             return args[0].fake_device
         if types and not _ORDINARY.issuperset(types):
@@ -104,7 +104,7 @@ class AccountingMode(OperatorMode):
 
     @contextmanager
     def silence(self, made: set[int] | None = None) -> Iterator[None]:
-        """Return a context in which new storages count as host memory; their keys are added to ``made``."""
+        """Return a context in which new storages count as host memory. Their ids are added to ``made``, if given."""
         before = self._made_silently
         self.silent += 1
         self._made_silently = made
@@ -115,7 +115,7 @@ class AccountingMode(OperatorMode):
             self._made_silently = before
 
     def enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> int:
-        """Begin a module's call: charge new storages to the module. Return a depth for `ModuleScopes.leave_to`."""
+        """Push a module on the stack of calls, so that it is charged for new storages. Return the stack's old depth."""
         place = self.place
         # A module runs within an optimizer's step only in its closure. Otherwise an error has ended that step.
         place.leave_step()
@@ -143,9 +143,9 @@ class AccountingMode(OperatorMode):
         return depth
 
     def enter_tensor(self, tensor: torch.Tensor, category: Category | None) -> None:
-        """Count a tensor that no operator made under this mode as device memory.
+        """Put a tensor on the device, such as a tensor that was created before the mode was entered.
 
-        If the tensor is on the device already, only its category is set, unless `category` is None.
+        If the tensor is on the device already, only its category changes; None leaves the category as it is.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -161,7 +161,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category)
 
     def enter_copy(self, tensor: torch.Tensor, category: Category) -> LedgerEntry | None:
-        """Count a copy of a tensor's elements as device memory, until the tensor dies or `drop` is called.
+        """Allocate device memory for a copy of a tensor, to be freed by `drop` or when the tensor dies.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -196,7 +196,7 @@ class AccountingMode(OperatorMode):
                 self._ledger.assign(entry, category, module)
 
     def leave_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors of the category OTHER off the device: they are host memory. Tensors of other categories stay."""
+        """Take tensors off the device, because they are host memory. This skips tensors that have a known category."""
         for tensor in tensors:
             for part in parts(tensor):
                 entry = self._ledger.find(storage_key(part))
@@ -224,7 +224,7 @@ class AccountingMode(OperatorMode):
     # --- operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return an operator's result from the function `result_of`; if that finds none, run the operator."""
+        """Run an operator, unless the function passed to `VirtualDevice.find_results` supplies its result."""
         known = NotImplemented if self._result_of is None else self._result_of(func, args, kwargs)
         return func(*args, **kwargs) if known is NotImplemented else known
 

@@ -27,9 +27,9 @@ _CATEGORIES = {
 def attribute(ledger: VirtualLedger, names: ModuleNames, optimizers: Iterable[Optimizer]) -> None:
     """Correct the category and module of all memory that modules and optimizers hold.
 
-    Most categories are known when a storage is made. This finds the rest: gradients that were set by hand or are views
-    of a bucket (DDP), storages that `module.to()` or a deepcopy replaced, and the modules that gradients and optimizer
-    state belong to.
+    Most categories are known when a storage is created, but not for gradients that were set by hand or are views of a
+    DDP bucket, nor for storages that `module.to()` or a deepcopy created. The modules that gradients and optimizer
+    state belong to are not known either.
     """
     for root in names.roots():
         name = names.of(root, None)
@@ -64,7 +64,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor's gradient or None; for non-leaf tensors, whose `grad` warns when it is read, always None."""
+    """Return a tensor's gradient, or None. Non-leaf tensors always give None, because reading their `grad` warns."""
     return parameter.grad if parameter.is_leaf else None
 
 
@@ -83,12 +83,12 @@ def enter_all(
     enter: Enter,
     flatten: Callable[[nn.Module, Callable[[torch.Tensor], object]], None] | None = None,
 ) -> None:
-    """Call `enter` with a tensor, or with all tensors of a module or an optimizer, gradients included.
+    """Call `enter` for a tensor, or for every tensor of a module or an optimizer, including gradients.
 
     Args:
         thing: The tensor, module or optimizer.
-        enter: Puts a tensor on the device, with a category or None.
-        flatten: If given, called with each module and `enter`, to merge a recurrent layer's weights in one buffer.
+        enter: Called with a tensor and its category to put it on the device; the category is None for a bare tensor.
+        flatten: Called with each module, if given. It merges a recurrent layer's weights into one buffer.
     """
     if isinstance(thing, nn.Module):
         # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after

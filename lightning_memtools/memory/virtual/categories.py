@@ -8,12 +8,12 @@ from enum import IntEnum
 
 
 class Category(IntEnum):
-    """The purpose of a storage. A storage has one category at a time, and keeps the last one that is known.
+    """The purpose of a storage. A storage has one category at a time, which may change while the program runs.
 
     * PARAMETER and BUFFER: registered in a module.
     * GRADIENT: in the ``.grad`` of a leaf, from the moment that autograd stores it there.
-    * OPTIMIZER: made inside ``optimizer.step()``: state and temporaries. A closure given to the step is not part of
-      it.
+    * OPTIMIZER: made inside ``optimizer.step()``: state and temporaries, but not the memory made by a closure that was
+      passed to the step.
     * ACTIVATION: made inside a module's call or in backward (gradients that are not stored yet included), or made
       outside of both from an activation or from a tensor that requires a gradient, such as a loss.
     * INPUT: batches of a DataLoader, and other tensors passed to a module that no other module is calling.
@@ -35,9 +35,9 @@ class Composition:
 
     Attributes:
         by_category: Bytes per category: parameter, buffer, gradient, optimizer, activation, input and other.
-        by_module: Bytes per category, for each module with memory. A module's name is the class name of its outermost
-            module and the path from there: ``"ResNet.layer1.0.conv1"``. Parameters, gradients and optimizer state are
-            charged to the module that holds the parameter, activations to the module whose call made them;
+        by_module: Bytes per category, for each module with memory. Names consist of the outermost module's class name
+            and the path to the module, such as ``"ResNet.layer1.0.conv1"``. Parameters, gradients and optimizer state
+            are charged to the module that holds the parameter, and activations to the module whose call made them.
             ``"(backward)"``, ``"(optimizer)"`` and ``"(outside)"`` stand for memory that no module made.
     """
 

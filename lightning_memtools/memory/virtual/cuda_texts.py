@@ -11,7 +11,7 @@ MARK = "(simulated by lightning_memtools.VirtualDevice)"
 
 
 def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMemoryError:
-    """Return the error that torch would raise on a GPU, with the same text and a remark that it is simulated.
+    """Return the error that torch would raise on a GPU, with the same text and a remark that the error is simulated.
 
     Args:
         failure: The allocator's failure.
@@ -40,7 +40,7 @@ def cuda_error(failure: SimulatedOutOfMemory, *, context: int) -> torch.OutOfMem
 
 
 def cuda_size(n_bytes: int) -> str:
-    """Return a size as the CUDA allocator prints it: in the smallest unit that gives at most 1024, to two decimals."""
+    """Return a size as the CUDA allocator prints it: two decimals, in the smallest unit that keeps it at most 1024."""
     if n_bytes <= KIB:
         return f"{n_bytes} bytes"
     if n_bytes <= MIB:

@@ -48,30 +48,29 @@ _active: list[VirtualDevice] = []
 class VirtualDevice:
     """Simulates a GPU's memory: shows how much a program would allocate and reserve, and where it would run out.
 
-    While the device is active, tensors that PyTorch makes on the CPU are also accounted for in a simulated CUDA caching
-    allocator. The device also works with fake tensors (``torch._subclasses.FakeTensorMode``), for which nothing is
-    computed. Without `cuda_like` it changes no results: weights and random numbers are bitwise the same as without a
-    device.
+    While the device is active (inside its `with` block), every tensor that PyTorch creates on the CPU also takes memory
+    in a simulated CUDA caching allocator. This works with fake tensors (``torch._subclasses.FakeTensorMode``), too.
+    Without `cuda_like`, the program's results do not change: weights and random numbers are bitwise the same as without
+    a device.
 
-    A storage counts once: from the moment that an operator makes or resizes it, or that it is tracked, until it is
-    freed. A batch counts when its data loader yields it; datasets are host memory.
+    A storage counts once: from the moment that an operator creates or resizes it, or that `track` is called, until it
+    is freed. A batch counts when its data loader yields it; datasets are host memory.
 
-    A process can have one active device at a time. A device can be pickled, which keeps its options but no accounting.
+    A process can have one active device at a time. Pickling a device keeps its options only.
 
     Args:
         capacity: The memory of the device: a size such as ``"24GiB"``, a number of bytes, or a GPU's name such as
-            ``"RTX 4090"``, which means the bytes usable on it, less the context. None for no limit.
+            ``"RTX 4090"``, which stands for the memory that a process can use on this GPU. None for no limit.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF: ``"expandable_segments:True"``.
-        context: The part of the capacity that the CUDA context takes. By default it is 500 MiB of a GPU given by its
-            name, and nothing of a capacity given as a size.
+        context: The part of the capacity that the CUDA context takes. The default is 500 MiB if the capacity is a GPU's
+            name, and 0 otherwise.
         used_by_others: The part of the capacity that other processes take.
-        cublas_workspace: The workspace that cuBLAS takes at the first matrix product in forward, and once more in
-            backward, which runs in another thread: "32MiB" on Hopper, "8519680B" on other GPUs. Nothing by default.
-        cuda_like: Behave as on CUDA where CPU tensors behave otherwise: dropout keeps a mask of bools, autocast follows
-            CUDA's lists, optimizers use foreach, and Adam's step counts stay on the host. Dropout then draws other
-            random numbers, and autocast computes in other types. While the device is entered, autocast on CPU tensors
-            follows CUDA's lists in all threads.
-        record: Keep a trace of all events of the allocator, in `trace`.
+        cublas_workspace: The size of a cuBLAS workspace: "32MiB" on Hopper, "8519680B" on other GPUs. cuBLAS takes one
+            workspace in forward and another in backward. By default, workspaces are not counted.
+        cuda_like: Make CPU tensors behave like CUDA tensors: dropout keeps a mask of bools, autocast casts for CUDA's
+            list of operators, optimizers use foreach, and Adam's step counts stay on the host. This changes the random
+            numbers of dropout and the dtypes under autocast. Autocast is affected in all threads.
+        record: Whether to keep a trace of all events of the allocator, in `trace`.
 
     Raises:
         ValueError: An option is not valid; the message says which values are accepted.
@@ -170,7 +169,7 @@ class VirtualDevice:
         mode.__exit__(kind, error, traceback)
 
     def host(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread's new tensors are host memory and do not count, as for data sets."""
+        """Return a context in which this thread's new tensors count as host memory. Meant for loading data sets."""
         mode = _mode_here()
         return nullcontext() if mode is None else mode.silence()
 
@@ -178,8 +177,8 @@ class VirtualDevice:
     def suspended(self) -> Iterator[None]:
         """Return a context in which the device is suspended: nothing counts, and another device can be entered.
 
-        The storages on the device stay there, and the blocks of those that die meanwhile are freed. Use this in the
-        thread that entered the device, while no other thread works with the device.
+        Storages that are on the device stay there until they die. Use this in the thread that entered the device, while
+        no other thread works with the device.
 
         Raises:
             RuntimeError: This thread has not entered the device.
@@ -203,8 +202,8 @@ class VirtualDevice:
     def track(self, *things: object) -> int:
         """Put existing modules, optimizers and tensors on the device, alone or in nested containers.
 
-        The gradients of modules are included, and the parameters and state of optimizers. Tensors that are on the
-        device already stay where they are and get their category. Returns the number of bytes that this allocated.
+        This includes the gradients of modules, and the parameters and state of optimizers. If a tensor is on the device
+        already, only its category is updated. Returns the number of bytes that were allocated.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -229,7 +228,7 @@ class VirtualDevice:
         return self._allocator.allocated - before
 
     def count_batch(self, batch: object) -> None:
-        """Put a batch on the device as input, as moving it to a GPU would. Batches of data loaders need no such call.
+        """Put a batch on the device, as moving it to a GPU would. For a DataLoader's batches this is automatic.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -249,8 +248,8 @@ class VirtualDevice:
     def observe_oom(self, callback: OomObserver) -> RemovableHandle:
         """Call ``callback(device, n_bytes, total_bytes, free_bytes)`` when memory runs out, before the error is raised.
 
-        If the callback raises, its exception is added to the out-of-memory error as a note. Returns a handle whose
-        ``remove()`` removes the callback.
+        ``device`` is 0, and ``n_bytes`` is the size that was requested from the device. If the callback raises, a note
+        about it is added to the out-of-memory error. Returns a handle whose ``remove()`` removes the callback.
         """
         handle = RemovableHandle(self._observers)
         self._observers[handle.id] = callback
@@ -286,11 +285,11 @@ class VirtualDevice:
         return self._ledger.freeze()
 
     def block_of(self, tensor: torch.Tensor) -> LedgerEntry | None:
-        """Return the ledger's entry for a tensor that has a single storage; None if it is not on the device."""
+        """Return the ledger entry (block, size, category) of a tensor with one storage; None if not on the device."""
         return self._ledger.find(storage_key(tensor))
 
     def blocks(self) -> list[LedgerEntry]:
-        """Return the ledger's entries for all storages that are on the device now."""
+        """Return one ledger entry (block, size, category) for each storage that is on the device now."""
         return self._ledger.entries()
 
     @property
@@ -419,7 +418,7 @@ class VirtualDevice:
         )
 
     def _mode_or_new(self) -> AccountingMode:
-        """Return this thread's accounting mode if this device is active; otherwise a new mode, which is not entered."""
+        """Return this thread's accounting mode if this device is active; otherwise a new mode, still to be entered."""
         mode = _mode_here()
         return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 
@@ -448,7 +447,7 @@ class VirtualDevice:
             attribute(self._ledger, self._names, list(self._optimizers))
 
     def _out_of_memory(self, failure: SimulatedOutOfMemory) -> torch.OutOfMemoryError:
-        """Call all observers, and return the error to raise."""
+        """Call the callbacks of `observe_oom`, and return the error to raise."""
         error = cuda_error(failure, context=self._context)
         for observe in list(self._observers.values()):
             try:
@@ -471,7 +470,7 @@ def _size_of(option: str, size: str | int) -> int:
 
 
 def _fall_silent_in_fork() -> None:
-    """Switch accounting off in a forked process, such as a loader's worker: its memory is host memory."""
+    """Deactivate the device in a forked process, such as a DataLoader worker, whose tensors are host memory."""
     while _active:
         _active[0].reset_in_fork()
     _here.mode = None
@@ -487,9 +486,9 @@ def host_memory() -> AbstractContextManager[None]:
 
 
 def put_on_device(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Put a model and its optimizers on the active VirtualDevice, if there is one, as on a GPU. Idempotent.
+    """Put a model and its optimizers on the active VirtualDevice; do nothing if no device is active. Idempotent.
 
-    Call it when fit, validation, test or predict begins, and again once optimizer state is restored.
+    Call this when fit, validation, test or predict begins, and again after optimizer state was restored.
     """
     device = VirtualDevice.current()
     if device is not None:

@@ -18,14 +18,14 @@ from lightning_memtools.memory.virtual.categories import Category
 
 
 class LedgerEntry(weakref.ref[Any]):
-    """One storage on the device. The entry refers to it weakly, and tells the ledger when the storage dies.
+    """A weak reference to a storage on the device, with its block. It tells the ledger when the storage dies.
 
     Attributes:
-        key: The key by which the ledger finds it.
-        block: Its block in the allocator.
+        key: The number by which the ledger identifies the storage.
+        block: The storage's block in the allocator.
         n_bytes: The storage's size when the block was allocated.
         category: The purpose of the storage.
-        module: The module that it is charged to.
+        module: The name of the module that the storage is charged to.
         serial: The block's number in the order of allocation.
     """
 
@@ -41,13 +41,13 @@ class LedgerEntry(weakref.ref[Any]):
 
 
 class DeviceListener:
-    """Receives the events of a `VirtualDevice`; see its `listen`. A subclass overrides the methods that it needs."""
+    """Base class for listeners, which `VirtualDevice.listen` takes. Subclasses override the methods they need."""
 
     def on_operator(self, operator: Any) -> None:
         """Called before an operator runs."""
 
     def on_module(self, name: str) -> None:
-        """Called when the running module changes; the operators that follow belong to the module `name`."""
+        """Called when a module's call begins or ends. From then on, operators belong to the module `name`."""
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
         """Called after a block was allocated. A library's workspace has no category (None)."""
@@ -66,7 +66,7 @@ class VirtualLedger:
     Attributes:
         allocator: Allocates the blocks. Only the ledger may call its `malloc` and `free`.
         held: The bytes that belong to no storage (see `hold`).
-        listener: Told of every allocation and free; None for no listener.
+        listener: The object whose methods are called at every allocation and free; None for no listener.
     """
 
     def __init__(self, allocator: CachingAllocator) -> None:
@@ -83,7 +83,7 @@ class VirtualLedger:
         self._bytes_at_peak = list(self._bytes)
 
     def find(self, key: int) -> LedgerEntry | None:
-        """Return the entry of a storage by its `storage_id`; None for memory that is not on the device."""
+        """Return the entry of the storage whose `storage_id` is `key`; None if the storage is not on the device."""
         if self._dead:
             self.settle()
         entry = self._entries.get(key)
@@ -96,7 +96,7 @@ class VirtualLedger:
         return list(self._entries.values())
 
     def add(self, storage: torch.UntypedStorage, category: Category, module: str) -> LedgerEntry | None:
-        """Allocate a block for a storage and return its entry. A storage with a block keeps it; an empty one gets none.
+        """Return a storage's entry, and allocate a block for it first if it has none; None for an empty storage.
 
         Raises:
             SimulatedOutOfMemory: The device has too little memory.
@@ -107,7 +107,7 @@ class VirtualLedger:
         return self._enter(storage, storage_id(storage), n_bytes, category, module)
 
     def add_copy(self, tensor: torch.Tensor, n_bytes: int, category: Category, module: str) -> LedgerEntry | None:
-        """Give a tensor a block of ``n_bytes`` that lives as long as the tensor itself, whatever storage it shares.
+        """Allocate a block for a copy of a tensor. The block is freed when the tensor object (not its storage) dies.
 
         Raises:
             SimulatedOutOfMemory: The device has too little memory.
@@ -117,7 +117,7 @@ class VirtualLedger:
         return self._enter(tensor, -id(tensor), n_bytes, category, module) if n_bytes else None
 
     def hold(self, n_bytes: int) -> None:
-        """Allocate a block that is never freed, as libraries do for their workspaces.
+        """Allocate a block that is never freed, such as a workspace of cuBLAS.
 
         Raises:
             SimulatedOutOfMemory: The device has too little memory.
@@ -130,9 +130,9 @@ class VirtualLedger:
 
     @contextmanager
     def workspaces(self) -> Iterator[tuple[Callable[..., None], Callable[..., None]]]:
-        """Context manager for temporary blocks: yields a function that allocates some, and one that frees some early.
+        """Context manager for temporary blocks. Yields two functions: to allocate blocks, and to free blocks early.
 
-        Both take the sizes of any number of blocks in bytes, and ignore sizes of 0. The first raises
+        Both functions take any number of sizes in bytes, and ignore sizes of 0. The function that allocates raises
         SimulatedOutOfMemory if the device has too little memory.
         """
         taken: list[Block] = []
@@ -181,7 +181,7 @@ class VirtualLedger:
         self._settle_late()
 
     def assign(self, entry: LedgerEntry, category: Category, module: str | None = None) -> None:
-        """Set a storage's category and module. If it existed at the peak, the bytes at the peak are corrected too."""
+        """Set a storage's category and module. If the storage existed at the peak, correct `bytes_at_peak`, too."""
         if module is not None:
             entry.module = module
         if entry.category is category:

@@ -17,7 +17,7 @@ from lightning_memtools.memory.virtual.storages import parts, storage_key
 
 
 def watch_loaders(patches: Patches, find: FindMode) -> None:
-    """Patch DataLoader so that its batches count as device memory, and other tensors made while loading do not."""
+    """Patch DataLoader so that only its batches count as device memory. `find` returns a thread's accounting mode."""
     copies: weakref.WeakKeyDictionary[LoaderIterator, list[LedgerEntry]] = weakref.WeakKeyDictionary()
 
     def make_iter(original: Any) -> Any:

@@ -20,12 +20,12 @@ BACKWARD = "(backward)"
 
 
 class ModuleScopes:
-    """Keeps the stack of module calls of one thread.
+    """Keeps one thread's stack of calls of modules and optimizers.
 
     Attributes:
-        scopes: The calls, innermost last: paths of modules that are being called, `OPTIMIZER` within an optimizer's
-            step, `OUTSIDE` within a closure that a step calls.
-        counts_on_host: True if the optimizer of the last step keeps its step counts in host memory.
+        scopes: The names of the calls, innermost last: a module's name, `OPTIMIZER` for an optimizer's step, or
+            `OUTSIDE` for the closure of a step.
+        counts_on_host: Whether the optimizer that made the last step keeps its step counts in host memory.
     """
 
     def __init__(self, ledger: VirtualLedger) -> None:
@@ -39,12 +39,12 @@ class ModuleScopes:
             self._ledger.listener.on_module(self.scopes[-1] if self.scopes else OUTSIDE)
 
     def leave_to(self, depth: int) -> None:
-        """Remove the scopes from this depth on, because their calls have returned or raised."""
+        """Shorten `scopes` to `depth` entries, because the other calls have returned or raised."""
         del self.scopes[depth:]
         self.tell_listener()
 
     def leave_step(self) -> None:
-        """If this thread's innermost scope is an optimizer's step, remove it: the step has returned or raised."""
+        """If `scopes` ends with an optimizer's step, remove that entry: the step has returned or raised."""
         while self.scopes and self.scopes[-1] is OPTIMIZER:
             self.scopes.pop()
 
@@ -55,12 +55,12 @@ class ModuleScopes:
 
     @property
     def caller(self) -> str | None:
-        """The module that is being called; None outside of all modules."""
+        """The name of the module that is being called; None outside of all modules."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
         return None if scope is OUTSIDE or scope is OPTIMIZER else scope
 
     def purpose(self, args: Any, kwargs: Any) -> tuple[Category, str]:
-        """Return the category and the module for memory that an operator with these arguments would allocate now."""
+        """Return the category and the module for memory that an operator with these arguments allocates now."""
         scope = self.scopes[-1] if self.scopes else OUTSIDE
         if current_graph_task() != -1:
             if isinstance(current_autograd_node(), AccumulateGrad):

@@ -55,7 +55,7 @@ class Patches:
 
 
 def behave_like_cuda(patches: Patches) -> None:
-    """Patch torch to act as on CUDA: dropout keeps a bool mask; optimizers accept `capturable`, prefer `foreach`.
+    """Patch torch to act as on CUDA: dropout keeps a bool mask, optimizers accept `capturable` and prefer `foreach`.
 
     Without the patches, dropout on CPU tensors keeps its mask in the input's type and draws it differently, and
     optimizers update parameters one by one. So dropout masks and rounding differ between runs with and without them.
@@ -82,10 +82,10 @@ def behave_like_cuda(patches: Patches) -> None:
 
 
 class EagerCompilation:
-    """Makes compiled code run eagerly, and leaves the compiler as it was.
+    """Makes compiled code run eagerly, and restores the compiler's settings afterwards.
 
-    Under a dispatch mode torch does not compile. But it would run code that was compiled before, whose memory no mode
-    sees, and it would mark every called function as never to be compiled.
+    Under a dispatch mode, torch compiles nothing new, but would run code that was compiled before. The mode would not
+    see that code's memory. Torch would also mark every function that is called as never to be compiled.
     """
 
     def __init__(self) -> None:

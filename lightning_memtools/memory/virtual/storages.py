@@ -18,7 +18,7 @@ _not_counted: set[str] = set()
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor that has a storage is on the CPU; CPU memory stands for the simulated device's."""
+    """Return whether a tensor is on the CPU, whose memory stands for the memory of the simulated device."""
     # A fake tensor's real device is meta, and reading its `device` costs a dispatch.
     return tensor.fake_device.type == "cpu" if isinstance(tensor, FakeTensor) else tensor.is_cpu
 

@@ -27,7 +27,7 @@ from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches,
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
-    """Report module calls to the accounting mode that `find` returns; call `say_eager` if a module is compiled."""
+    """Patch torch to report module calls to the accounting mode from `find`. Call `say_eager` for compiled modules."""
 
     def make(original: Any) -> Any:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None
 
 
 def watch_registrations(find: FindMode) -> list[RemovableHandle]:
-    """Add hooks that set the category of parameters and buffers when a module registers them."""
+    """Add hooks that set the category of new parameters and buffers in the accounting mode that `find` returns."""
 
     def note(category: Category) -> Callable[[nn.Module, str, Any], None]:
         def hook(module: nn.Module, name: str, tensor: Any) -> None:
@@ -71,7 +71,7 @@ _COUNTING_ON_HOST = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelt
 
 
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
-    """Add hooks that tell the accounting mode where optimizer steps and their closures begin and end."""
+    """Add hooks that report optimizer steps to the accounting mode from `find`. Call `seen` with each optimizer."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = find()
@@ -116,7 +116,7 @@ def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Cal
 
 
 def watch_storages(patches: Patches, find: FindMode) -> None:
-    """Patch torch to count storages that no operator makes: those resized in place, or made from an existing buffer."""
+    """Patch torch to count storages that no operator makes, such as those from `frombuffer`. `find` gives the mode."""
 
     def make_resize(original: Any) -> Any:
         def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
 
 
 def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
-    """Patch threads so that a new thread counts its storages if the thread that starts it does."""
+    """Patch Thread.start: if `find` returns an accounting mode, `run_counted` runs and counts the new thread's work."""
 
     def make(original: Any) -> Any:
         def start(self: threading.Thread) -> None:
@@ -179,12 +179,12 @@ def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Calla
 
 
 class DeviceHooks:
-    """Watches the events that an accounting mode cannot see by itself.
+    """Patches and hooks that report events to an accounting mode: module calls, optimizer steps, batches, threads.
 
     Args:
-        find: Returns the accounting mode of the thread that calls it.
+        find: Returns the accounting mode of the current thread.
         seen: Called with each optimizer that takes a step.
-        run_counted: Runs a new thread's work with an accounting mode.
+        run_counted: Runs a new thread's work under an accounting mode.
         cuda_like: Whether to make dropout, autocast and optimizers behave as on CUDA.
     """
 
@@ -206,7 +206,7 @@ class DeviceHooks:
         self._autocast = ExitStack()
 
     def begin(self) -> None:
-        """Patch torch and add the hooks that report these events."""
+        """Apply the patches and add the hooks."""
         patches = self._patches = Patches()
 
         def find() -> AccountingMode | None:
@@ -224,7 +224,7 @@ class DeviceHooks:
         self._hooks += watch_optimizers(find, self._seen)
 
     def end(self) -> None:
-        """Undo the replacements and remove the hooks. Idempotent."""
+        """Undo the patches and remove the hooks. Idempotent."""
         self._autocast.close()
         self._patches.undo()
         self._compilation.end()
