@@ -164,7 +164,7 @@ class HolderSearch:
 
 
 def is_expected(holder: TensorHolder, pile: Sequence[LivingTensor]) -> bool:
-    """Return True if a holder cannot leak memory: its container has a maximum size, or Lightning holds little in it."""
+    """Return True if `pile` is no leak: its container has a maximum size, or it is small and belongs to Lightning."""
     owner = type(holder.root).__module__
     bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)

@@ -92,7 +92,7 @@ class TensorCensus:
 
 
 def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield (tensor, None) for each tensor, and (gradient, tensor) for its gradient, which the gc does not list."""
+    """Yield (tensor, None) for each tensor, and (gradient, tensor) if it has a gradient, which gc does not list."""
     for tensor in tensors:
         yield tensor, None
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
@@ -109,7 +109,7 @@ def blocks_to_walk() -> int:
 
 
 def largest_signatures(living: Iterable[LivingTensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return the signatures (shape and type) whose tensors take the most bytes together, largest first."""
+    """Return the signatures (shape and type) whose tensors take up the most bytes in total, largest first."""
     sizes: Counter[tuple[torch.Size, torch.dtype]] = Counter()
     for one in living:
         sizes[one.signature] += one.n_bytes
