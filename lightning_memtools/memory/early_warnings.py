@@ -30,7 +30,7 @@ class EarlyWarnings:
         self._is_new = FirstTime()
 
     def look(self, point: MemoryPoint, *, warms_up: bool = False) -> list[str]:
-        """Return new warnings from one reading of memory. With `warms_up`, ignore growth, which is normal at first."""
+        """Return new warnings from one reading of memory. With `warms_up` (the first steps), ignore fragmentation."""
         return [text for name, text in self._findings(point, warms_up=warms_up) if self._is_new(name)]
 
     def _findings(self, point: MemoryPoint, *, warms_up: bool) -> Iterator[tuple[str, str]]:

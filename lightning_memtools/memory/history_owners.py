@@ -90,7 +90,7 @@ class OwnerNotes:
         return {stage: at for stage, (_, at) in most.items()}
 
     def _beside(self, entries: Sequence[_Entry]) -> Iterator[tuple[_Entry, list[_Note]]]:
-        """Yield each history entry with the notes made since the previous entry; finally, yield the notes left over."""
+        """Yield (entry, notes made since the entry before it) for all entries; then an empty entry with later notes."""
         notes = deque(self.notes)
         for entry in entries:
             passed = []

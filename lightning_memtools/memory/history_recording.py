@@ -26,14 +26,14 @@ _running: dict[object, bool] = {}
 
 @dataclass(frozen=True, slots=True)
 class HistoryRecording:
-    """Controls a running recording of the allocator's history.
+    """Functions that control a running recording of the allocator's history.
 
     Attributes:
         take: Returns a snapshot with segments, blocks and the recorded actions. It allocates nothing on the device.
         now: Returns the current time, comparable with the `time_us` of the recorded actions.
         stop: Ends the recording.
-        want_stacks: Takes a bool: whether this recording needs Python stacks (3 us per allocation); True at first.
-            Stacks are recorded as long as any recording in this process needs them.
+        want_stacks: Takes a bool: whether to record Python stacks, which cost 3 us per allocation. The default is True.
+            Stacks are recorded as long as any recording in this process wants them.
     """
 
     take: Callable[[], dict[str, Any]]
@@ -83,7 +83,7 @@ def _record_cuda() -> HistoryRecording | None:
 
 
 def _change(recording: object, *, stacks: bool | None) -> None:
-    """Start a CUDA recording of this package, or switch its stacks on or off; with `stacks=None`, end it."""
+    """Start recording the CUDA allocator's history, with or without Python stacks; with `stacks=None`, stop."""
     before = _running.copy()
     if stacks is None:
         _running.pop(recording, None)

@@ -44,8 +44,8 @@ class HostMemory:
     """Host memory of this process and its data-loader workers, in bytes.
 
     Attributes:
-        process: This process.
-        workers: The workers of its loaders.
+        process: The memory of this process.
+        workers: The memory of each data-loader worker.
         pinned: Pinned memory that torch holds for CUDA; None without CUDA.
         used: The part of `limit` that is in use, by all processes together.
         limit: The memory limit of the container; without one, the memory of the machine.
@@ -139,11 +139,11 @@ def _pinned() -> int | None:
 
 
 class HostWatch:
-    """Reads host memory from time to time, and warns once of each problem.
+    """Reads host memory from time to time, and warns about each problem once.
 
     Args:
         share: The fraction of the run's time that these readings may take.
-        read: Reads the memory.
+        read: The function that reads the memory.
     """
 
     def __init__(self, *, share: float = 0.005, read: Callable[[], HostMemory] = read_host_memory) -> None:
@@ -156,7 +156,7 @@ class HostWatch:
         self._is_new = FirstTime()
 
     def look(self, *, epoch: int | None = None, warms_up: bool = False) -> tuple[HostMemory | None, list[str]]:
-        """Return a pair: host memory, or None if it is too early to read it again, and a list of new warnings.
+        """Return the host memory and a list of new warnings. The memory is None if it is too early to read it again.
 
         Args:
             epoch: The epoch of training; None outside of training.

@@ -25,7 +25,7 @@ SECONDS_PER_BLOCK = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class _Allowance:
-    """The time allowed for a garbage collection: `seconds`, or `share` of the time since the last one if longer."""
+    """The time allowed for a collection: the longer of `seconds` and `share` x (time since the last collection)."""
 
     seconds: float
     share: float
@@ -82,16 +82,16 @@ class MemoryReleaser:
     A full garbage collection takes 0.1 to 0.5 s per million objects. It runs only if the memory that neither the model
     nor its optimizers own has grown since the last collection. In a healthy run this happens two or three times, early
     in the run. A slow collection is put off until its time is a small fraction of the time since the last collection.
-    The fraction is larger if the collection can free much memory than if it only makes a reading exact. The time of the
-    first collection is estimated from the number of memory blocks that Python has allocated.
+    The fraction is larger if the collection may free much memory, and smaller if it only makes a reading exact.
+    The time of the first collection is estimated from the number of memory blocks that Python has allocated.
     Collecting only the younger generations would be cheaper, but Python does that anyway, and the objects that hold
     much memory are in the oldest generation.
 
     Args:
         reader: Reads the device's memory.
         on_device: Returns whether a tensor is on the device.
-        min_share: The least memory that is worth releasing, as a fraction of the device's capacity, or of the reserved
-            memory if the capacity is not known. Less is not worth it, since later steps request the memory again.
+        min_share: The least memory that is worth releasing, as a fraction of the device's capacity (or of the reserved
+            memory, if the capacity is not known). A smaller amount is kept for later steps.
         leak_detector: The detector to which `find_leak` passes its readings; None to search for no leaks.
 
     Attributes:
@@ -182,12 +182,12 @@ class MemoryReleaser:
 
 
 def reclaimable_bytes(stats: MemoryStats) -> int:
-    """Return the most bytes that emptying the cache could release: those of segments that are entirely free.
+    """Return an upper bound of the bytes that emptying the cache could release.
 
-    This is reserved memory minus memory in use (active) and minus free memory that shares a segment with used blocks
-    (inactive split). The allocator keeps these three counters anyway, whereas walking `memory_snapshot` would take
-    milliseconds. The result is only an upper bound: segments of private pools (CUDA graphs) stay while their graph
-    lives, expandable segments release whole pages only, and MPS does not count inactive splits.
+    The result is the reserved memory minus the memory in use (active) and the free memory in partly used segments
+    (inactive split). The allocator keeps these three counters anyway, whereas reading `memory_snapshot` would take
+    milliseconds. The cache may release less: CUDA graphs keep their segments, expandable segments are released in
+    whole pages, and MPS does not report the free memory in partly used segments.
     """
     if stats.reserved is None:
         return 0

@@ -19,8 +19,8 @@ _NO_CONTAINERS = (str, bytes, int, float, complex, type, torch.nn.Module)
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in nested containers, dataclasses and plain objects, in order. Each tensor is yielded once.
 
-    A container with more than 1000 items is skipped if its first item holds no tensor. Otherwise a list of millions of
-    file names would take long.
+    A container with more than 1000 items is skipped if its first item holds no tensor. This saves time when the
+    container is, for example, a list of millions of file names.
     """
     seen: set[int] = set()
     stack = [thing]
@@ -56,7 +56,7 @@ def _contents(thing: Any) -> Collection[Any]:
 
 
 def is_plain_object(thing: Any) -> bool:
-    """Return whether an object may hold data in its attributes, as a batch does; False for modules and functions."""
+    """Return False for modules, functions and the like; True for objects that may hold data, such as custom batches."""
     # Modules and optimizers may be reached from nearly anywhere, and are no part of a batch or of a dataset.
     if thing is None or isinstance(thing, (*_NO_CONTAINERS, Optimizer)):
         return False
@@ -82,7 +82,7 @@ def _own_slot_names(kind: type) -> list[str]:
 
 
 def named_tensors(collection: Any, name: str, _within: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor in a collection, after an expression for it that begins with `name`: ``batch["x"][0]``."""
+    """Yield (expression, tensor) for each tensor in `collection`. If `name` is "batch": (``batch["x"][0]``, tensor)."""
     if isinstance(collection, torch.Tensor):
         yield name, collection
     elif all(collection is not outer for outer in _within):

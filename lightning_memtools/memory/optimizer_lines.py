@@ -15,7 +15,7 @@ from lightning_memtools.memory.virtual.patches import Patches
 
 
 class OptimizerLines:
-    """Context manager that records which line of code creates each optimizer, and which one is taking a step.
+    """Context manager that records the line of code that creates each optimizer, and counts optimizer steps.
 
     Attributes:
         n_steps: The number of steps that optimizers have taken.

@@ -20,7 +20,7 @@ OnDevice = Callable[[Tensor], bool]
 
 @runtime_checkable
 class KnowsItsTensors(Protocol):
-    """A simulated device, which has to tell which tensors it holds, because they are really CPU tensors."""
+    """A simulated device. Its tensors are really CPU tensors, so only the device can tell which tensors it holds."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether the tensor's memory is on this device."""
@@ -49,11 +49,11 @@ _GRANULE = 512
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The memory that a model and its optimizers own, and that of the inputs.
+    """The memory that a model, its optimizers and the inputs occupy.
 
     Attributes:
         by_category: Bytes of parameters, buffers, gradients, optimizer state and inputs, as the allocator rounds them.
-        storages: The ids of the storages of all these tensors, valid while the tensors are alive.
+        storages: The ids of the storages that were counted. They are valid while the tensors are alive.
     """
 
     by_category: Mapping[str, int]
@@ -83,7 +83,7 @@ def owned_by(model: nn.Module, optimizers: Iterable[Optimizer], on_device: OnDev
 
 
 def bytes_on_device(tensors: Iterable[Any], on_device: OnDevice, seen: set[int]) -> int:
-    """Return the bytes that tensors occupy on the device, not counting storages in `seen`. Add the others to `seen`."""
+    """Return the bytes that tensors occupy on the device. Skip storages with an id in `seen`, and add new ids to it."""
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not on_device(tensor):
@@ -168,8 +168,8 @@ def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str,
     Args:
         owned: The bytes that a model, its optimizers or a batch own.
         allocated: All allocated bytes.
-        older: The number of bytes without an owner that were allocated before the batch, and so are not activations.
-            They count as "other", as buffers do.
+        older: The bytes without an owner that were already allocated before the batch. They are not activations; like
+            buffers, they count as "other".
     """
     known = owned.by_category
     # Views of larger storages can seem to take more than is allocated.
@@ -188,7 +188,7 @@ def composition_of(owned: Owned, allocated: int, *, older: int = 0) -> dict[str,
 def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
     """Return a tensor's storage as a pair (id, storage). For a DTensor, it is the storage of this rank's shard.
 
-    Return None if the tensor has no storage of its own, such as a sparse or nested tensor, which consists of several
+    Return None for a tensor without a storage of its own: a sparse or nested tensor, which consists of several
     tensors, or an uninitialized parameter of a lazy module.
     """
     if hasattr(tensor, "to_local"):
@@ -201,5 +201,5 @@ def storage_of(tensor: Tensor) -> tuple[int, UntypedStorage] | None:
 
 
 def block_bytes(storage: UntypedStorage) -> int:
-    """Return the size in bytes of the block that the allocator, with default settings, gives to a storage."""
+    """Return the size in bytes of the memory block that holds a storage, with the default allocator settings."""
     return -(-storage.nbytes() // _GRANULE) * _GRANULE

@@ -16,7 +16,7 @@ from lightning_memtools.memory.owned import cuda_address, owned_tensors
 
 @dataclass(frozen=True, slots=True)
 class PeakHolder:
-    """The part of the memory at a peak that has one category, belongs to one module, and was allocated by one line.
+    """A part of the memory at a peak: the bytes of one category that one line of code allocated in one module.
 
     Attributes:
         category: Parameters, gradients, optimizer, activations and so on.

@@ -53,7 +53,7 @@ class PeakWindow:
         return stats
 
     def restart(self) -> None:
-        """Forget the peak; a running window tracks from now on. Call `PeakCounter.fold` right before this."""
+        """Forget the peaks without a pause. Call `PeakCounter.fold` first, which resets the device's peaks."""
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class StagePeak:
     composition: Mapping[str, int] | None = None
 
     def take_in(self, point: MemoryPoint) -> None:
-        """Raise the peaks to the peaks of `point` where those are higher."""
+        """Raise each peak to the value in `point`, if that is higher."""
         if point.peak_allocated is not None and point.peak_allocated > (self.allocated or -1):
             self.allocated = point.peak_allocated
             self.composition = point.composition
@@ -196,7 +196,7 @@ class StageWatch:
 
         Args:
             stage: The stage.
-            owned: The memory that the model and its optimizers own now, used to estimate an unknown `composition`.
+            owned: The memory that the model and its optimizers own now, to estimate `composition` if it is unknown.
         """
         stats = self._counter.fold()
         window = self._windows[stage]
@@ -211,7 +211,7 @@ class StageWatch:
         return point
 
     def close(self) -> None:
-        """Stop watching, and add the peaks since the last point to `peaks`. Idempotent."""
+        """Update `peaks` with the memory since the last point, and stop watching. Idempotent."""
         if self._running:
             self.point(self._running[-1])
         self._running.clear()
@@ -229,7 +229,7 @@ class PhaseClock:
         self._since = 0.0
 
     def switch(self, phase: str | None) -> None:
-        """End the running phase, if any, and begin another one unless it is None."""
+        """End the running phase, if any. Then begin `phase`, unless it is None."""
         now = time.perf_counter()
         if self._running is not None:
             self._elapsed_s[self._running] = self._elapsed_s.get(self._running, 0.0) + now - self._since
@@ -249,9 +249,9 @@ class PhaseWatch:
     """Tracks the memory peak of each phase of a training step: forward, backward, optimizer.
 
     Args:
-        counter: The device's peak counter; None if the device keeps no peaks. Then only time is measured.
-        between: The phase after a backward pass or an optimizer's step: "forward" in manual optimization, where the
-            training step goes on; None in automatic optimization, where nothing is computed until the next hook.
+        counter: The device's peak counter; None if the device keeps no peaks, so that only time is measured.
+        between: The phase that begins when an optimizer's step ends: "forward" in manual optimization, where the
+            training step goes on, or None (no phase) in automatic optimization.
         clock: A clock that measures the host time of the same phases; None to measure no time.
     """
 
@@ -272,7 +272,7 @@ class PhaseWatch:
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.switch(self.between)))
 
     def switch(self, phase: Phase | None) -> None:
-        """End the running phase, if any, and begin another one unless it is None."""
+        """End the running phase, if any. Then begin `phase`, unless it is None."""
         if self._clock is not None:
             self._clock.switch(phase)
         if phase == self._running:
@@ -284,7 +284,7 @@ class PhaseWatch:
             self._windows[phase].resume()
 
     def point(self) -> dict[Phase, int]:
-        """Return the highest allocated bytes of each phase since the last call, without phases that have not run."""
+        """Return the highest allocated bytes of each phase that has run since the last call."""
         peaks: dict[Phase, int] = {}
         for phase, window in self._windows.items():
             if window.allocated is not None:

@@ -34,12 +34,12 @@ class GpuProcess:
 
 
 def in_words(processes: Sequence[GpuProcess] | str) -> str:
-    """Format processes as comma-separated text; a string, the reason why they are not known, is returned unchanged."""
+    """Format processes as comma-separated text. A string (the reason why none are known) is returned unchanged."""
     return processes if isinstance(processes, str) else ", ".join(map(str, processes)) or "none"
 
 
 def other_gpu_processes(index: int) -> list[GpuProcess] | str:
-    """List all other processes on CUDA device `index`, largest first, or return why they are not known."""
+    """List all other processes on CUDA device `index`, largest first; if that fails, return the reason as a string."""
     try:
         listed = torch.cuda.list_gpu_processes(index)
     except Exception as error:  # noqa: BLE001, a driver's library may raise anything, and this is only one line of a report

@@ -52,13 +52,13 @@ class ReachableVariable:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> Collection[str]:
-    """Return the names of globals and attributes that the code of a function, or of a function inside it, uses."""
+    """Return the names of the globals and attributes that a function's code uses, including its nested functions."""
     inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return dict.fromkeys([*code.co_names, *(name for names in inner for name in names)])
 
 
 def variables_named_by(function: FunctionType) -> Iterator[ReachableVariable]:
-    """Yield the closure variables of a function and the globals that its code uses, unless they have no value."""
+    """Yield the closure variables of a function and the globals that its code uses. Skip variables without a value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if cell != CellType():  # only empty cells are equal to an empty one: those have no value yet
             yield ReachableVariable(name, cell)
@@ -68,7 +68,7 @@ def variables_named_by(function: FunctionType) -> Iterator[ReachableVariable]:
 
 
 def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
-    """Return the variables that hooks registered on a module can reach besides their arguments, without duplicates."""
+    """Return the distinct variables that a module's hooks can reach, not counting the hooks' arguments."""
     found: dict[tuple[int, str], ReachableVariable] = {}
     for hook in hooks_of(module):
         for one in _of(hook, 0):
@@ -77,7 +77,7 @@ def variables_of_hooks(module: nn.Module) -> list[ReachableVariable]:
 
 
 def _of(thing: Any, calls: int) -> Iterator[ReachableVariable]:
-    """Yield the variables that `thing`, a function or object, can reach. A hook reaches `thing` in `calls` calls."""
+    """Yield the variables that `thing` (a function or object) can reach. `calls` is the call depth below a hook."""
     if calls > _MOST_CALLS or isinstance(thing, _NO_STATE) or thing is None:
         return
     if isinstance(thing, partial):

@@ -24,7 +24,7 @@ def reader_for(device: torch.device) -> MemoryReader | None:
 
 
 def accelerator_reader(device: torch.device) -> MemoryReader | None:
-    """Return the reader of an accelerator's memory, always the same one; None if the device keeps no statistics."""
+    """Return the reader of an accelerator's memory, the same for every call; None if it keeps no statistics."""
     is_current = torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device(
         device.type
     )
@@ -82,7 +82,7 @@ class AcceleratorReader:
 
 
 class CudaReader(AcceleratorReader):
-    """Reads CUDA (or ROCm) statistics as a nested dict, because torch would be slow to flatten and sort them."""
+    """Reads the memory statistics of CUDA (or ROCm) without torch's slow flattening and sorting of the result."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -150,7 +150,7 @@ def _stats_of(
     capacity: int | None,
     free: int | None,
 ) -> MemoryStats:
-    """Build a `MemoryStats`. `value` looks up a statistic by two keys; `counts` are alloc retries and OOM errors."""
+    """Build a `MemoryStats`. `value` looks up, say, ("active_bytes", "peak"); `counts` are retries and OOM errors."""
     return MemoryStats(
         allocated=value("allocated_bytes", "current"),
         reserved=value("reserved_bytes", "current"),

@@ -38,7 +38,7 @@ class FailedStepRelease:
         freed_bytes: The memory that was freed, summed over all devices.
         allocated_bytes: The memory that is still allocated.
         owned_bytes: The part of `allocated_bytes` that models and optimizers own.
-        holders: Descriptions of what holds the largest other tensors, with their sizes.
+        holders: Texts such as "1.00 GiB by Net.outs" that say what holds the largest of the other tensors.
     """
 
     freed_bytes: int
@@ -58,8 +58,8 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
     """Free the memory that a step still holds after it ran out of memory, so that the program can go on.
 
     This clears the local variables in the error's traceback frames, sets gradients to None, frees the tensors that
-    autograd keeps of a failed backward pass, collects garbage and empties the cache. Weights and optimizer states stay.
-    Frames that still run, such as the one that caught the error, keep their variables; the result lists large ones.
+    autograd still holds if backward failed, collects garbage and empties the cache. Weights and optimizer states stay.
+    Functions that are still running, such as the caller, keep their variables; the result lists the large variables.
 
     Args:
         error: The error that was caught.
@@ -88,7 +88,7 @@ def release_failed_step(error: BaseException, model: nn.Module | None = None) ->
 
 
 def release_cached(device: torch.device) -> None:
-    """Free the tensors that autograd keeps of a failed backward pass, and empty the cache of a device."""
+    """Free the tensors that autograd still holds if backward failed, and empty the cache of a device."""
     with uncounted():
         free_failed_backward()
     reader = reader_for(device)
@@ -114,7 +114,7 @@ def _running_frames_of(error: BaseException) -> list[FrameType]:
 
 
 def _models_of(error: BaseException) -> list[nn.Module]:
-    """Return the models in local variables of the error's traceback frames, without submodules of other models."""
+    """Return the models in local variables of the error's traceback frames, but no module that is part of another."""
     frames = [frame for one in error_chain(error) for frame, _ in traceback.walk_tb(one.__traceback__)]
     values = [value for frame in frames for value in variables_of(frame).values()]
     found = list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
@@ -125,7 +125,7 @@ def _models_of(error: BaseException) -> list[nn.Module]:
 def _held_on(
     on_device: OnDevice, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], running: Iterable[FrameType]
 ) -> tuple[int, list[str]]:
-    """Return the bytes that models and optimizers own on a device, and descriptions of the largest other tensors."""
+    """Return the bytes of models and optimizers on a device; for the rest, texts such as "1.00 GiB by Net.outs"."""
     owned = owned_by(nn.ModuleList(models), optimizers, on_device)
     rest = TensorCensus(on_device).take(owned.storages)
     rest.sort(key=lambda one: -one.n_bytes)

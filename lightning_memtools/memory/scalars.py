@@ -28,7 +28,7 @@ def _fragmentation_pct(point: MemoryPoint, _: MemoryStats) -> float | None:
 
 
 def count_since(count: int | None, before: int | None) -> int | None:
-    """Return how many events were counted since the count was `before`; None if they are not counted."""
+    """Return how far an event count has risen above the earlier count `before`; None if events are not counted."""
     return None if count is None else count - (before or 0)
 
 

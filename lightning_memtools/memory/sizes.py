@@ -109,7 +109,7 @@ class Gpu:
     Attributes:
         name: The name of the model with its memory size, such as "H100 80GB".
         usable_bytes: The most memory that a process can use: the total that the driver reports.
-        estimated: Whether ``usable_bytes`` is a low estimate from the advertised size, for lack of a reported total.
+        estimated: Whether ``usable_bytes`` is estimated from the advertised size, as the driver's total is not known.
         compute_capability: The CUDA compute capability, such as "8.6".
         multiprocessors: The number of streaming multiprocessors.
     """
@@ -143,7 +143,7 @@ class GpuShape:
 
     @classmethod
     def of(cls, gpu: Gpu | None) -> GpuShape:
-        """Return these properties for a GPU; None stands for an A100.
+        """Return the `GpuShape` of a GPU; None stands for an A100.
 
         `threads` is the "maximum number of resident threads per SM" from the CUDA C++ programming guide.
         """
@@ -164,7 +164,7 @@ def parse_capacity(text: str | int) -> int:
     total is not known, 95% of the advertised size in GiB is assumed, or 91% where error correction takes memory.
 
     Raises:
-        ValueError: `text` is neither a size nor a GPU, is a number below 1 MiB, or a GPU of ambiguous size.
+        ValueError: `text` is neither a size nor a known GPU, is below 1 MiB, or names a GPU sold with several sizes.
     """
     if not isinstance(text, str):
         return _capacity_in_bytes(text)

@@ -54,7 +54,7 @@ class MemoryReader(Protocol):
 
     @property
     def simulated(self) -> bool:
-        """True if the statistics come from a simulation. Reports then say so."""
+        """True if the statistics are simulated. Reports mention this."""
 
     def stats(self) -> MemoryStats:
         """Read the statistics now, without waiting for the device."""

@@ -26,7 +26,7 @@ class StepSnapshot:
     """Records the allocator's history during one training step, from `begin` to `end`.
 
     On a GPU every allocation is labelled "<phase> | <module>", which torch writes into the snapshot as "user_metadata".
-    The module is the innermost one whose forward is running; in backward, it is the module that autograd reached last.
+    In forward, <module> is the innermost module that is running; in backward, the module whose backward began last.
     A VirtualDevice (a simulated device) adds such labels by itself.
     """
 
@@ -65,7 +65,7 @@ class StepSnapshot:
             self._labels.enter_phase(phase)
 
     def end(self, *, step: int, rank: int) -> dict[str, Any]:
-        """Stop recording, and return the snapshot as a dict, including the phases and the owners of memory blocks."""
+        """Stop recording, and return the snapshot as a dict that includes step, rank, phases and owners of blocks."""
         self._owned.append((self._recording.now(), self._addresses()))
         snapshot = self._recording.take()
         self.stop()
@@ -102,7 +102,7 @@ class StepSnapshot:
 
 
 class ModuleLabels:
-    """Labels each allocation on CUDA with the running phase and module, by hooks on all modules."""
+    """Labels each allocation on CUDA with the running phase and module, using hooks on all modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._phase = ""
@@ -116,7 +116,7 @@ class ModuleLabels:
             ]
 
     def enter_phase(self, phase: str) -> None:
-        """Label allocations with this phase from now on, and with no module until a module is called."""
+        """Label allocations with `phase` from now on, and with no module until a module is called."""
         self._phase = phase
         self._stack.clear()
         self._write("")

@@ -77,7 +77,7 @@ def owner_of(file: str) -> CodeOwner:
 
     Returns:
         "user" for the user's own code; "installed" for an installed library; "ours" for this package; "passing" for
-        torch, Lightning, the standard library and code without a file, which are never named as the origin of a call.
+        torch, Lightning, the standard library and code without a file. A search for the calling code skips "passing".
     """
     if file.startswith(_THIS_PACKAGE):
         return "ours"
@@ -111,7 +111,7 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
         stop_at: A set of files; the search ends at the first frame that is in one of them.
 
     Returns:
-        The line, or None if there is none. A library's line has the calling line of the user as its `caller`.
+        The line, or None if there is none. For a library's line, `caller` is the user's line that called the library.
     """
     # traceback.extract_stack would read the source of every frame.
     found: tuple[str, int, str] | None = None
@@ -127,7 +127,7 @@ def line_on_stack(*, stop_at: Collection[str] = frozenset()) -> CodeLine | None:
 
 
 def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") -> CodeLine | None:
-    """Do what `line_that_allocates` does, but for a recorded stack instead of the current one.
+    """Return the innermost line of user or library code in a recorded stack (see `line_that_allocates`).
 
     Args:
         frames: The frames of an entry of torch's memory history, innermost first.
@@ -137,7 +137,7 @@ def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") ->
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Return the innermost line of user or library code on the stack; None if it called autograd or an optimizer.
+    """Return the innermost line of user or library code on the stack; None within autograd or an optimizer.
 
     Args:
         stop_at: A file; the search ends at the first frame in it.

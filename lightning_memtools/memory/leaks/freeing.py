@@ -45,7 +45,7 @@ def _release(holding: Holding) -> str:
 
 
 def _from_outside(holder: TensorHolder, path: str) -> str:
-    """Return `path`, the expression for a tensor. If a class holds the tensor, prefix the class's Python module."""
+    """Return `path`. If a class holds the tensor, begin with the Python module: "my_module.Net.outs"."""
     return f"{holder.root.__module__}.{path}" if is_a(holder.root, type) else path
 
 

@@ -48,7 +48,7 @@ _BOOKKEEPERS = ("lightning.", "pytorch_lightning.", "lightning_memtools.")
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Tensors held by one object, other than those of the model in training and its optimizers.
+    """The tensors that one object holds, not counting those of the current model and its optimizers.
 
     Attributes:
         holder: The object.
@@ -56,7 +56,7 @@ class Holding:
         n_bytes: The bytes that the tensors occupy on the device, including what their autograd graphs have saved.
         with_graph: The number of tensors that hold an autograd graph.
         owners: The models and optimizers of other runs that the object holds, counted by name: {"model Net": 3}.
-        piles_up: True if the tensors seem to pile up: several in an unbounded container, or with autograd graphs.
+        piles_up: True if it looks as if the object collects more and more tensors.
         is_of_run: True if the object belongs to the run: the model, its callbacks or its Trainer.
     """
 
@@ -70,7 +70,7 @@ class Holding:
 
     @classmethod
     def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:
-        """Summarize similar tensors that one object holds. Their autograd graphs have saved another `saved_bytes`."""
+        """Summarize the tensors `pile` that one object holds. Their autograd graphs keep `saved_bytes` alive."""
         kinds, with_graph = count_by_kind(one.tensors[0] for one in pile), sum(one.has_graph for one in pile)
         is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
         piles_up = is_pile and not is_expected(holder, pile)
@@ -90,7 +90,7 @@ class Holding:
 
 
 class HolderSearch:
-    """Finds what holds tensors; tensors whose holder is found are removed from `remaining`.
+    """Finds the objects that hold tensors. Once a tensor's holder is known, the tensor leaves `remaining`.
 
     Args:
         living: The tensors whose holders are to be found.
@@ -107,14 +107,14 @@ class HolderSearch:
     def piles(
         self, among: Sequence[LivingTensor], is_pile: Callable[[list[LivingTensor]], bool], *, end: float = math.inf
     ) -> Iterator[tuple[TensorHolder | None, list[LivingTensor]]]:
-        """Yield each holder with the tensors that it holds. Shapes and dtypes that take the most memory come first.
+        """Yield pairs: an object that holds tensors, and these tensors. The largest groups of tensors come first.
 
         The holder is None for tensors that no Python object holds. The yielded tensors are removed from `remaining`.
 
         Args:
-            among: The tensors to search for; other tensors in the same container as one of them are yielded too.
-            is_pile: Returns whether the given tensors, which one function or generator holds, are a pile. If not, the
-                function's own holder is yielded, since that may hold many functions with one tensor each.
+            among: The tensors to search for. Other tensors in the same container are yielded too.
+            is_pile: Called with the tensors that one function holds; returns whether there are enough to name the
+                function. If not, the object that holds the function is yielded: it may hold many such functions.
             end: The value of `time.thread_time()` at which the search ends.
         """
         least = LEAST_SHARE * bytes_of(among)
@@ -150,7 +150,7 @@ class HolderSearch:
         return holder, pile
 
     def holder_of(self, held: Any, *, ignore: Sequence[Any], past_functions: bool = False) -> TensorHolder | None:
-        """Return the holder of an object: the object itself if its name is known, otherwise as `find_holder` does."""
+        """Return the holder of `held` (see `find_holder`). If the name of `held` is known, `held` is its own holder."""
         if id(held) in self._names:
             return TensorHolder(held, self._names[id(held)], (), ())
         return find_holder(held, self._names, ignore=ignore, past_functions=past_functions)
@@ -164,7 +164,7 @@ class HolderSearch:
 
 
 def is_expected(holder: TensorHolder, pile: Sequence[LivingTensor]) -> bool:
-    """Return whether a pile is harmless: its container has a maximum size, or Lightning keeps it and it is small."""
+    """Return True if `pile` is no leak: its container has a maximum size, or it is small and belongs to Lightning."""
     owner = type(holder.root).__module__
     bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)

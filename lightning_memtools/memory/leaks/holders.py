@@ -70,7 +70,7 @@ class ReferenceStep:
 
 
 def is_a(one: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether an object's type is a subclass of `kinds`. Unlike isinstance, this runs no code of proxies."""
+    """Return whether an object's type is a subclass of `kinds`. Unlike isinstance, this never runs a proxy's code."""
     return issubclass(type(one), kinds)
 
 
@@ -78,7 +78,7 @@ def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
     """Return the references along a chain of objects, in which each object holds the next.
 
     Objects that Python puts in between are skipped, such as a `__dict__`, the cells of a closure, or the dicts in
-    which nn.Module keeps its parameters. So there can be fewer references than links in the chain.
+    which nn.Module keeps its parameters. So the result can be shorter than the chain.
     """
     steps: list[ReferenceStep] = []
     at = 0
@@ -91,7 +91,7 @@ def steps_along(chain: Sequence[Any]) -> list[ReferenceStep]:
 
 
 def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
-    """Yield the objects to which the references `steps` lead from `root`. At a container, follow all its elements."""
+    """Yield the objects that `steps` lead to from `root`. A step to a container's element leads to every element."""
     if not steps:
         yield root
         return
@@ -107,7 +107,7 @@ def follow(root: Any, steps: Sequence[ReferenceStep]) -> Iterator[Any]:
 
 
 def _references(holder: Any) -> Iterator[tuple[ReferenceStep, Any]]:
-    """Yield each reference that Python code can follow from `holder`, such as an attribute, and the object it holds."""
+    """Yield (reference, referenced object) for all that `holder` refers to, such as its attributes or elements."""
     if is_a(holder, dict):
         yield from ((ReferenceStep(ReferenceKind.KEY, key), held) for key, held in list(holder.items()))
     elif is_a(holder, (list, tuple, deque)):
@@ -176,12 +176,12 @@ class TensorHolder:
 
     @property
     def container_path(self) -> str:
-        """The expression for the outermost container of the tensor, such as ``"MyModel.outputs"``; else `path`."""
+        """The expression for the tensor's outermost container, such as ``"MyModel.outputs"``; `path` if it has none."""
         return self._spelled(self._steps_to_container())
 
     @property
     def place(self) -> str:
-        """The words ``" in the closure of hook (run.py:12)"`` if `path` begins with a closure's variable; else ""."""
+        """The suffix for a closure variable's path: ``" in the closure of hook (run.py:12)"``; "" for other paths."""
         if self.steps and self.steps[0].kind is ReferenceKind.VARIABLE:
             return f" in the closure of {self.name}"
         return ""
@@ -221,17 +221,17 @@ def names_of_modules(model: nn.Module) -> dict[int, str]:
 def find_holder(
     held: Any, names: Mapping[int, str], *, ignore: Sequence[Any] = (), past_functions: bool = False
 ) -> TensorHolder | None:
-    """Find the nearest object with a name that holds the given one: a known object, a global, a class or a closure.
+    """Find the nearest named object that holds `held`: a known object, a global, a class or a closure.
 
     Args:
         held: The object that is held.
         names: The names of known objects by `id`, as `names_of_modules` returns them.
-        ignore: Containers of the caller that hold the object too.
-        past_functions: Whether to search on past functions and generators, for the object that holds them.
+        ignore: Containers that do not count as holders, such as the caller's own lists.
+        past_functions: Whether to skip functions and generators, and return the object that holds them.
 
     Returns:
-        The holder; None if Python's garbage collector sees none. Local variables of running functions do not count, and
-        the collector does not see what C++ holds, such as an autograd graph.
+        The holder; None if Python's garbage collector knows none. Local variables of running functions do not count.
+        The collector knows no holders in C++, such as an autograd graph.
     """
     # Breadth first, upwards. `held_by[id]` is the link through which an object was found.
     held_by: dict[int, tuple[Any, Any]] = {id(held): (held, None)}

@@ -25,7 +25,7 @@ _MOST_NODES = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """The memory on a device that belongs neither to the model nor to its optimizers. Sizes in bytes.
+    """The device memory that belongs neither to the model nor to its optimizers, in bytes.
 
     Attributes:
         found: What each object holds: first the user's objects, then those of this package, each group largest first.
@@ -48,17 +48,16 @@ def find_holdings(
 ) -> Holdings:
     """Find the objects that hold device memory other than that of the model, its optimizers and the batch.
 
-    Tensors that share a storage count once. Tensors in variables of the user's running functions count too, under the
-    name of the variable.
+    Tensors that share a storage count once. A local variable of a running user function counts as an object, too.
 
     Args:
         on_device: Returns whether a tensor is on the device.
         model: The model in training.
         optimizers: The optimizers of the model.
-        batch: The present batch.
+        batch: The current batch.
         names: The names of the objects of the run, by `id`.
-        is_young: Returns whether a tensor was allocated since the present batch began; None if this cannot be told.
-        seconds: The processor time in seconds after which the search ends.
+        is_young: Returns whether a tensor was allocated during the current batch; None if this cannot be told.
+        seconds: The CPU time in seconds after which the search ends.
     """
     end = time.thread_time() + seconds
     is_young = is_young or (lambda _: False)
@@ -76,14 +75,14 @@ def find_holdings(
 
 
 def _settled(on_device: OnDevice, left_out: Collection[int], is_young: Callable[[Tensor], bool]) -> list[LivingTensor]:
-    """Return the tensors that are older than the present batch, except those whose storage id is in `left_out`."""
+    """Return the tensors that are older than the current batch, except those whose storage id is in `left_out`."""
     return [one for one in TensorCensus(on_device).take(left_out) if not any(map(is_young, one.tensors))]
 
 
 class _HoldingSearch:
     """Finds what holds the tensors in `remaining`, and summarizes what each object holds in a `Holding`.
 
-    Tensors that only C++ holds go to `unheld`. What an autograd graph has saved is counted with the graph's tensor.
+    Tensors that only C++ holds go to `unheld`. A tensor's size includes what its autograd graph has saved.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class _HoldingSearch:
         self._found: list[Holding] = []
 
     def find_owners(self, own_optimizers: Sequence[Optimizer], end: float) -> None:
-        """Find what holds models and optimizers other than those of the present run."""
+        """Find the objects that hold models and optimizers of other runs. Stop at `end`, a value of `thread_time()`."""
         own = {id(one) for one in own_optimizers}
         living = instances_of(nn.Module, Optimizer)
         modules = outermost([one for one in living if is_a(one, nn.Module)])
@@ -125,12 +124,12 @@ class _HoldingSearch:
         return [self.remaining[key] for key in storages & self.remaining.keys()]
 
     def find_piles(self, end: float) -> None:
-        """Find what holds the remaining tensors, which no model or optimizer owns. Start with the largest piles."""
+        """Find the objects that hold the tensors in `remaining`. Stop at `end`, a value of `time.thread_time()`."""
         for holder, pile in self._search.piles([*self.remaining.values()], lambda pile: len(pile) > 1, end=end):
             self._add(holder, pile)
 
     def weigh_graphs(self) -> None:
-        """Add to each remaining tensor the bytes that its autograd graph has saved."""
+        """Increase the size of each tensor in `remaining` by the bytes that its autograd graph has saved."""
         for key, one in list(self.remaining.items()):
             if n_bytes := self._take_saved_by(one.tensors):
                 self.remaining[key] = replace(one, n_bytes=one.n_bytes + n_bytes)
@@ -178,9 +177,9 @@ class _HoldingSearch:
 
 
 def _saved_by(tensor: Tensor, seen: set[Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a tensor's autograd graph has saved. Skip nodes in `seen`, and add those visited to it.
+    """Yield the tensors that a tensor's autograd graph has saved. Skip the nodes in `seen`, and add the others to it.
 
-    Saved tensors with hooks, as under checkpointing, are left out, because reading them would run the hooks.
+    Saved tensors with hooks, such as those of checkpointing, are left out: reading them would run the hooks.
     """
     waiting = [tensor.grad_fn]
     while waiting and len(seen) < _MOST_NODES:

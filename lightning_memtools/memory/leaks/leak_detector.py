@@ -17,7 +17,7 @@ _MAX_KINDS = 3
 
 @dataclass(frozen=True, slots=True)
 class LeakReport:
-    """A leak that was found: memory that grew in several readings in a row, and the tensors that piled up meanwhile.
+    """A memory leak: how much memory grew over several readings in a row, and which tensors piled up meanwhile.
 
     Attributes:
         in_a_row: The number of readings in a row in which memory grew.
@@ -52,19 +52,19 @@ class LeakReport:
 
 
 class LeakDetector:
-    """Reports tensors that pile up in `warn_after` readings of memory in a row. These rules prevent false alarms.
+    """Reports tensors that pile up while memory grows in `warn_after` consecutive readings.
 
-    * What the model and its optimizers own does not count, whenever it is allocated.
-    * Tensors count only if one container still holds some from each interval between these readings. So nothing that is
-      replaced is reported, whatever its size: the last batch, the last outputs, running means.
-    * A tensor that is replaced by larger and larger ones counts only after twice as many readings, and only if it makes
-      up half of the growth: sizes that vary by chance may also rise three times in a row.
-    * What no Python object holds does not count, because there is no holder to name and no advice to give.
-    * What is in a container with a maximum size (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never counts.
+    These rules prevent false alarms:
+
+    * Tensors of the model and its optimizers never count, nor do tensors that no Python object holds.
+    * A container's tensors count only if some were added before each of these readings and are still there. So a
+      tensor that is replaced, such as the last batch, does not count.
+    * A tensor that grows counts after twice as many readings, if it makes up half of the growth of all memory.
+    * Tensors in a container with a maximum size (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never count.
 
     Args:
         on_device: Returns whether a tensor is on the device.
-        warn_after: The number of readings in a row with growth after which to report.
+        warn_after: The number of consecutive readings in which memory has to grow before a report.
         find_names: Returns the names of known objects by `id`; called when a holder has to be found.
     """
 
@@ -105,7 +105,7 @@ class LeakDetector:
         return LeakReport(len(self._levels) - 1, self._levels[-1] - self._levels[0], findings)
 
     def _has_grown(self, unaccounted_bytes: int, collect: Callable[[], int] | None) -> bool:
-        """Return whether memory grew since the last reading. If not, this reading becomes the new baseline."""
+        """Return whether memory has grown since the last reading. If not, this reading becomes the new baseline."""
         if self._levels and unaccounted_bytes > self._levels[-1]:
             if collect is not None and len(self._levels) == self._next_look:  # a report may follow
                 unaccounted_bytes = collect()
@@ -118,7 +118,7 @@ class LeakDetector:
         return False
 
     def _find_growing_tensors(self, owned: Owned) -> list[Holding]:
-        """Look at the tensors on the device. Once memory has grown for long enough, return those that pile up."""
+        """Return the tensors that pile up, once memory has grown for long enough; until then, return an empty list."""
         n_growths = len(self._levels) - 1
         # If the wait for the next look is longer, only the last readings matter.
         if n_growths <= self._next_look - self._warn_after:

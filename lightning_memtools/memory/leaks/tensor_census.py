@@ -27,7 +27,7 @@ class LivingTensor:
         key: The id of the storage (`storage_of`).
         tensors: The tensors.
         n_bytes: The memory that the storage occupies.
-        born: The number of the pass over all tensors that first found the storage.
+        born: The number of the census (`TensorCensus.take`) in which the storage was first seen.
         owners: The leaf tensors whose gradients are in the storage.
     """
 
@@ -51,7 +51,7 @@ class LivingTensor:
 class TensorCensus:
     """Lists the living tensors on demand, and remembers when each was first seen, without keeping any alive.
 
-    A census visits all objects that Python's garbage collector tracks, which takes 20 to 100 ms per million.
+    Each call of `take` visits all objects that Python's garbage collector tracks, which takes 20 to 100 ms per million.
     """
 
     def __init__(self, on_device: OnDevice) -> None:
@@ -92,7 +92,7 @@ class TensorCensus:
 
 
 def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield (tensor, None) for each tensor, and (gradient, tensor) for its gradient, which the gc does not list."""
+    """Yield (tensor, None) for each tensor, and (gradient, tensor) if it has a gradient, which gc does not list."""
     for tensor in tensors:
         yield tensor, None
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
@@ -100,16 +100,16 @@ def _with_gradients(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor | No
 
 
 def blocks_to_walk() -> int:
-    """Return the approximate number of memory blocks of the objects that Python's garbage collector visits.
+    """Return about how many memory blocks belong to objects that Python's garbage collector visits.
 
-    The number serves to estimate how long a pass over all objects takes. Objects that `gc.freeze` has hidden are not
+    The number is used to estimate how long a pass over all objects takes. Objects that `gc.freeze` has hidden are not
     counted. With torch and Lightning imported, an object takes about four blocks.
     """
     return max(0, sys.getallocatedblocks() - 4 * gc.get_freeze_count())
 
 
 def largest_signatures(living: Iterable[LivingTensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return the signatures (shape and type) whose tensors take the most bytes together, largest first."""
+    """Return the signatures (shape and type) whose tensors take up the most bytes in total, largest first."""
     sizes: Counter[tuple[torch.Size, torch.dtype]] = Counter()
     for one in living:
         sizes[one.signature] += one.n_bytes
