@@ -67,9 +67,9 @@ def _refusing_other_package(setup: Callable[..., None]) -> Callable[..., None]:
 
 
 class EitherCallback(Callback):
-    """Base class of our callbacks. Refuses a Trainer of the Lightning package that the program did not import first.
+    """Base class of this package's callbacks. With a Trainer from the wrong Lightning package, `setup` raises.
 
-    A copy or a pickle of a callback that is made during a run does not include the state of that run.
+    The right package is the one that the program imported first: `lightning` or `pytorch_lightning`.
 
     Attributes:
         parts_of_a_run: The names of attributes that are set only during a run. They are None in a copy or a pickle.
@@ -170,8 +170,8 @@ def _counters_of(trainer: Trainer) -> list[dict[str, Any]]:
 class LoopMarker:
     """Saves and restores all counters that a training step advances, and the states of the LR schedulers.
 
-    The public `trainer.global_step` is read-only. Some counters do not exist before training starts, so create the
-    marker then. Remove this class once a public API can set a Trainer back to an earlier step.
+    The public `trainer.global_step` is read-only. Create the marker once training has started, because some counters
+    do not exist before. Remove this class once a public API can set a Trainer back to an earlier step.
 
     Args:
         trainer: The Trainer.
@@ -245,7 +245,7 @@ def watch_updates(trainer: Trainer, before_update: Callable[[Any], None]) -> Cal
 
 
 class _ReplacedMethod:
-    """Replaces a method of one object until `undo` is called. The replacement's first argument is the original."""
+    """Replaces a method of one object until `undo` is called. `replacement` gets the original as its first argument."""
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
@@ -358,7 +358,7 @@ def saves_on_exception(trainer: Trainer) -> bool:
 def forbid_saving_on_exception(trainer: Trainer) -> None:
     """Keep ModelCheckpoint(save_on_exception=True) from saving the current weights, which are known to be bad.
 
-    ModelCheckpoint has no public switch for this, so a private attribute is set as if it had already saved this step.
+    ModelCheckpoint has no public switch for this, so this sets a private attribute as if this step were saved.
     """
     for callback in callbacks_of(trainer):
         if getattr(callback, "save_on_exception", False) and hasattr(callback, "_last_global_step_saved"):
@@ -408,10 +408,10 @@ def forget_loaders(loop: Any) -> None:
 
 
 def prepared_loaders(loop: Any) -> list[Any]:
-    """Return a flat list of a loop's data loaders, after Lightning has added its samplers; [] before they are set up.
+    """Return a flat list of a loop's data loaders as set up by Lightning, with its samplers; [] before the setup.
 
-    The public `trainer.train_dataloader` is nested as the user passed it. Remove this once the Trainer exposes the flat
-    list.
+    The public `trainer.train_dataloader` keeps the nesting that the user passed. Remove this once the Trainer
+    exposes the flat list.
     """
     combined = loop._combined_loader
     return [] if combined is None else list(combined.flattened)
@@ -430,7 +430,7 @@ def replace_loaders(loop: Any, change: Callable[[Any], Any]) -> None:
 def validate_every(trainer: Trainer, n_batches: int) -> None:
     """Validate after every `n_batches` training batches of each epoch, whatever the Trainer's own settings are.
 
-    `val_check_interval` is read only when loaders are set up. An interval in seconds is kept in a private attribute.
+    Setting `val_check_interval` has no effect once loaders are set up, so this sets the attributes derived from it.
     """
     trainer.val_check_batch = n_batches
     trainer.check_val_every_n_epoch = 1
@@ -443,7 +443,7 @@ def set_root_directory(trainer: Trainer, directory: str) -> None:
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Replace the collective operations that run in every batch with no-ops. The caller must restore them later.
+    """Monkeypatch the collective operations that run in every batch with no-ops. This function does not undo it.
 
     A rank that has run out of memory can no longer take part, so the other ranks would wait for it. Lightning has no
     switch to turn these operations off.
@@ -460,7 +460,7 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Set a hyperparameter in the copy that `owner.save_hyperparameters` made for loggers, if it is in that copy."""
+    """Correct a hyperparameter for loggers: set it in the copy that `owner.save_hyperparameters` made, if there."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value
@@ -579,5 +579,5 @@ def count_as(trainer: Trainer, original: Trainer) -> None:
 
 
 def accumulate_while(trainer: Trainer, condition: bool) -> None:
-    """Make each batch only accumulate gradients if `condition` is True, or also run the optimizer step if False."""
+    """Set whether batches only accumulate gradients (`condition` is True) or each run the optimizer step (False)."""
     trainer.fit_loop._should_accumulate = lambda: condition  # type: ignore[method-assign]

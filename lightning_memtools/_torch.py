@@ -37,10 +37,10 @@ UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which new tensors are fake, and in which operators also accept real tensors.
 
-    The mode's own cache is disabled, because `RepeatedFakes` caches results in a tenth of the time.
+    The mode's own cache is disabled, because this package's `RepeatedFakes` caches operator results 10x as fast.
 
-    `copy.deepcopy` of the mode returns the mode itself. A real copy would remove registered operators a second time,
-    which crashes the process. This override can go once `Tensor.__deepcopy__` no longer copies a fake tensor's mode.
+    `copy.deepcopy` of the mode returns the mode itself. A real copy, when freed, would unregister the same operators
+    again and crash the process. This override can go once `Tensor.__deepcopy__` no longer copies a fake tensor's mode.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
@@ -257,8 +257,8 @@ _COLLECTIVES = (
 def replaced_collectives(replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Context manager: replace each collective of all process groups with `replacement(name, original)`.
 
-    All functions of torch.distributed, even those imported by name, call these methods of ProcessGroup, of which some
-    are private. This can go once torch.distributed has a public hook for collectives.
+    This replaces methods of ProcessGroup, some of them private. Every function of torch.distributed calls them, even
+    if it was imported by name. This can go once torch.distributed has a public hook for collectives.
     """
     group: Any = torch.distributed.ProcessGroup
     # As they are in the class: getattr would return functions, which do not become methods again.
@@ -379,13 +379,13 @@ def takes_scaled_gradients(optimizer: Any) -> bool:
 
 
 def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
-    """Start recording the requests to the CUDA allocator, or turn stacks on or off in a running recording.
+    """Start recording the requests to the CUDA allocator. If already recording, only turn stack traces on or off.
 
-    Only allocations get a stack, and only of Python frames: C++ stacks make a dump take minutes (torchtitan measured
-    461 s against 4 s), and frees need none. torch documents the function, but its name is private.
+    Stack traces are recorded only for allocations, and only with Python frames. With C++ frames, writing a snapshot
+    takes minutes (torchtitan measured 461 s instead of 4 s). torch documents the function, but its name is private.
 
     Raises:
-        RuntimeError: The allocator is not torch's own (cudaMallocAsync, pluggable ones), and keeps no history.
+        RuntimeError: The allocator is not torch's own, but cudaMallocAsync or a pluggable one, which keeps no history.
     """
     torch.cuda.memory._record_memory_history("all", "alloc" if stacks else None, "python", max_entries)
 
@@ -418,8 +418,8 @@ def label_cuda_memory(label: str) -> None:
 def cuda_memory_snapshot() -> dict[str, Any]:
     """Return the CUDA memory snapshot. torch documents the function, but its name is private.
 
-    torch 2.13 imports its compiler for this, to look up generated code, which takes 2 s. If the compiler has not been
-    imported before, there is no generated code, so a placeholder is imported instead.
+    torch 2.13 imports its compiler here in order to look up generated code. The import takes 2 s. If the compiler was
+    not imported before, there is no generated code, so a placeholder module stands in for it.
     """
     placeholder = None if "torch._inductor" in sys.modules else ModuleType("torch._inductor")
     if placeholder is not None:
@@ -466,7 +466,7 @@ def default_process_group_store() -> Any:
 class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_available() else object):  # type: ignore[misc]
     """A process group whose all-reduces return at once and change nothing; `n_all_reduces` counts them.
 
-    A collective returns a Work object, which has no public constructor. This can go once it has one.
+    A collective returns a Work object, which has no public constructor. Remove this class once Work has one.
     """
 
     def __init__(self, like: Any) -> None:
@@ -489,7 +489,7 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> Iterator[None]:
     """Context manager: DDP averages gradients over another process group with the same number of ranks.
 
-    DDP itself can only switch groups permanently. This can go once there is a public API to end a failed backward pass.
+    DDP itself cannot switch back. This is used to end a failed backward pass, and can go once torch has an API for it.
     """
     wrapper.reducer._update_process_group(group)
     try:
@@ -506,7 +506,7 @@ def expect_gradients(wrapper: nn.parallel.DistributedDataParallel) -> None:
 def buckets_of(wrapper: nn.parallel.DistributedDataParallel) -> list[list[nn.Parameter]]:
     """Return the parameters of each of DDP's gradient buckets, in the order in which DDP averages the buckets.
 
-    The private method, which DDP uses for `join`, allocates zeros as large as all gradients; they are freed at once.
+    This calls a private method, which briefly allocates as much memory as all gradients take.
     """
     buckets: Any = wrapper.reducer._get_zeros_like_grad_buckets()
     return [list(bucket.parameters()) for bucket in buckets]
@@ -531,10 +531,10 @@ def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 
 @contextmanager
 def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """Context manager: this process acts as one of several ranks, and collectives return only this rank's own values.
+    """Context manager: this process acts as one of several ranks. Collectives return only this rank's own values.
 
-    torch's private "fake" backend moves no data, so the functions that exchange Python objects are replaced, too,
-    inside torch. This can go once torch has a public single-process backend.
+    Tensors use torch's private "fake" backend, which moves no data. Functions that exchange Python objects would fail
+    with it, so they are monkeypatched. This can go once torch has a public single-process backend.
     """
     from torch import distributed  # noqa: PLC0415, may not be built in
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415, registers the backend
@@ -657,9 +657,9 @@ class OperatorMode(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_composite(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a composite operator by its C++ implementation, which calls other operators.
+    """Run a composite operator through its C++ implementation, which calls other operators.
 
-    The public `decompose` prefers decompositions in Python, whose results are rounded differently.
+    The public `decompose` prefers decompositions in Python, which round results differently.
     """
     return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
@@ -705,8 +705,8 @@ ENGINE_RUN = torch.autograd, "_engine_run_backward"
 def kept_in_backward(mode: TorchFunctionMode) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that keeps a TorchFunctionMode active while the decorated function runs a backward pass.
 
-    Otherwise torch turns the mode off while the mode handles `Tensor.backward`, and layers that are recomputed in the
-    backward pass would run without it. No public API tells whether a mode is off.
+    When the mode intercepts `Tensor.backward`, torch turns the mode off. Without this decorator, layers recomputed in
+    the backward pass would run without the mode. No public API tells whether a mode is off.
     """
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
