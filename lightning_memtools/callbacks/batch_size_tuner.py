@@ -21,12 +21,12 @@ from lightning_memtools.state.state_snapshot import StateSnapshot
 class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch size that fits into memory, before training begins.
 
-    It runs the configured size first; if that fits, the result is never smaller. From the peaks of two sizes it
-    predicts the largest size that fits, runs that, and bisects between a size that fits and one that does not. So the
-    result has always been run. A trial is a few steps of every optimizer, and two validation batches, in the Trainer's
-    own loops, with the largest samples and the callbacks that take part in training. After each trial, weights,
-    optimizers, random generators, loops, data loaders and attributes are restored bit for bit. A LearningRateFinder
-    runs after the search, wherever it stands in the list of callbacks.
+    It tries the configured size first; if this fits, the result is never smaller. From the peaks of two sizes it
+    predicts the largest size that fits, and tries that. Then it bisects until the result is exact, so the result itself
+    has been tried. A trial runs a few steps of every optimizer and two validation batches in the Trainer's own loops.
+    It uses the largest samples, and the callbacks that take part in training. After each trial, weights, optimizers,
+    random generators, loops, data loaders and attributes are restored bit for bit. A LearningRateFinder always runs
+    after the search, whatever the order of the callbacks.
 
     On a device without memory statistics, such as a CPU, the batch size is left as it is.
 
@@ -97,13 +97,13 @@ class BatchSizeTuner(EitherCallback, Neighbour):
             raise end_the_call()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Empty the allocator's cache when training resumes after validation, whose last batch is freed by now."""
+        """Empty the allocator's cache when training resumes after validation. By now, the validation batch is freed."""
         if self._reader is not None and self._has_validated:
             self._reader.empty_cache()
         self._has_validated = False
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Empty the allocator's cache, as trials do, since blocks cached by training may not suit validation."""
+        """Empty the allocator's cache before validation, because blocks cached by training may be of no use to it."""
         if self._reader is not None:
             self._reader.empty_cache()
         self._has_validated = True

@@ -70,10 +70,9 @@ class DoctorRun:
         self._examination.tell("start")
 
     def tell(self, trainer: Trainer, event: Event, argument: Any = None) -> bool:
-        """Pass the event of a Lightning hook to the checks. Report after the first step and the last watched one.
+        """Pass the event of a Lightning hook, and its argument such as the loss, to the checks.
 
-        Returns:
-            True once nothing is left to watch.
+        Report after the first step and after the last watched step. Return True if nothing is left to watch.
         """
         examination = self._examination
         examination.case.accumulate = trainer.accumulate_grad_batches  # a schedule sets it when an epoch starts

@@ -29,18 +29,18 @@ from lightning_memtools.warning_categories import FindingWarning
 class EmptyCache(WatchingCallback):
     """Releases cached GPU memory around evaluation and at the end of fit, and warns of tensors that accumulate.
 
-    PyTorch caches the memory that it has requested once, in blocks sized for training. Evaluation with other shapes
-    may then not fit beside this cache. At each of these points unreachable objects are collected, and segments
-    that are entirely free are released, if they are large enough: released memory has to be requested again.
+    PyTorch keeps freed memory in a cache, in blocks sized for training. Evaluation with other shapes may be unable
+    to reuse these blocks, and may run out of memory. So garbage is collected, and cached segments without live tensors
+    are released if they are large enough. Small ones are kept, because requesting memory again takes time.
 
     docs/empty-cache.md lists the logged tags.
 
     If the memory that stays allocated grows in `warn_after` epochs in a row, a warning names its tensors and holders.
 
     Costs: emptying waits for the device. A full collection takes 0.1 to 0.5 s per million Python objects, so it is
-    skipped unless memory outside the model and its optimizers has grown since the last one: a healthy run does two
-    or three, at its start. Slow collections (over 0.5 s, or over 0.05 s if little memory could be released) are
-    postponed until they are rare enough to cost little, or until a warning is due. Every rank decides for itself; none
+    skipped unless memory outside the model and its optimizers has grown since the last collection. A healthy run
+    collects two or three times, at its start. Slow collections (over 0.5 s, or over 0.05 s if they released little) are
+    postponed until they are rare enough to cost little, or until a warning is due. Ranks decide independently; none
     waits for another.
 
     Args:
@@ -50,7 +50,7 @@ class EmptyCache(WatchingCallback):
             evaluations are counted instead.
 
     Raises:
-        ValueError: An argument is not among those accepted.
+        ValueError: An argument is out of its range.
     """
 
     page = "empty-cache"
@@ -90,12 +90,12 @@ class EmptyCache(WatchingCallback):
         self._directory, self._has_evaluated = report_directory(trainer), False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Release memory after the sanity check. What is then still allocated is the baseline of later measurements."""
+        """Release memory after the sanity check. The memory still allocated is the baseline for later measurements."""
         put_on_device(pl_module, trainer.optimizers)
         self._warn_of_leak(trainer, self._release(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Release memory after a mid-epoch validation. Before this hook, Lightning still held the last batch."""
+        """Release memory after a mid-epoch validation. Until now, Lightning still held the last validation batch."""
         if self._has_evaluated:
             self._end_evaluation(trainer, batch)
 
@@ -138,7 +138,7 @@ class EmptyCache(WatchingCallback):
         self._releaser = None
 
     def _end_evaluation(self, trainer: Trainer, inputs: Any = None) -> RetainedMemory | None:
-        """Release memory after an evaluation in fit, check for leaks if due, and return what is still allocated."""
+        """Release memory after an evaluation in fit, and return what is still allocated, without the batch `inputs`."""
         self._has_evaluated = False
         retained = self._release(trainer, inputs)
         if self._counts_evaluations(trainer):

@@ -45,11 +45,11 @@ _Made = CheckpointPlan | CheckpointOptionsError | torch.OutOfMemoryError | NoLos
 class GradientCheckpointing(EitherCallback, Neighbour):
     """Trains with less memory: recomputes parts of the model in backward instead of keeping their activations.
 
-    On the first training batch it traces a step on fake tensors, chooses what to recompute, predicts the peak, and
-    applies this plan if that lowers the peak. Gradients, weights, running statistics and random numbers are bit for bit
-    the same as without the plan; they differ by rounding if the loss of a language model is computed in chunks. Names,
-    types, state_dict and checkpoints stay as they are; copies and pickles hold the unchanged model. Everything is
-    undone when fit ends or fails.
+    On the first training batch it traces a step on fake tensors (without data) and plans what to recompute. The plan is
+    applied if it lowers the predicted peak. Gradients, weights, running statistics and random numbers are bit for bit
+    the same as without the plan; they differ by rounding if the loss of a language model is computed in chunks. Module
+    names, types, state_dict and checkpoints do not change; copies and pickles of the model hold no trace of the plan.
+    Everything is undone when fit ends or fails.
 
     | It writes | content |
     | --- | --- |
@@ -140,7 +140,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Once the peak of a step has been measured, write it next to the predicted one in the report."""
+        """Once the peak of a step has been measured, write it next to the predicted peak in the report."""
         # For a step that gives no loss, which Lightning skips, it has no outputs.
         gave_loss = bool(outputs) or not pl_module.automatic_optimization
         self._steps += gave_loss
@@ -177,7 +177,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     def _plan_and_apply(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Make a plan and apply it, or warn why there is none.
 
-        Rank 0 plans for all ranks. If it fails, the error is broadcast as well, so that no rank is left waiting.
+        Rank 0 plans for all ranks. If planning fails, rank 0 broadcasts the error, so that no rank is left waiting.
         """
         made: _Made | None = _why_unplanned(trainer, module)
         if made is None:
@@ -203,7 +203,7 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     def _planned_here(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> _Made:
         """Make a plan on this rank. Return the plan, an error to raise on all ranks, or a description of an error.
 
-        An error of the user's code is described in a string, since its class may not be picklable to other ranks.
+        An error in the user's code is returned as a string, because the exception may not be picklable.
         """
         step = TracedStep(
             module,

@@ -28,19 +28,19 @@ class HaltOnNaN(WatchingCallback):
     """Stops training when a loss or gradient is NaN or Inf, before the weights are updated, and says why.
 
     All gradients (before clipping) and the losses of all micro-batches are checked between backward and update. At a
-    bad step all ranks raise `NonFiniteError` with a diagnosis. Weights, optimizer state and buffers are then as they
-    were before the step, bit for bit, and no checkpoint holds NaN or Inf.
+    step with NaN or Inf (a bad step), all ranks raise `NonFiniteError` with a diagnosis. By then, weights, optimizer
+    state and buffers are restored to before the step, bit for bit. No checkpoint holds NaN or Inf.
 
     | logged | when |
     | --- | --- |
     | `nonfinite/skipped` | the number of skipped steps, at each skipped step (`max_skips`) |
     | `memtools/nonfinite_report` | the report, at the end of a bad run, to loggers that take text |
 
-    `<log_dir>/memtools/` also gets the report, the last good checkpoint, and a file from which `replay` runs the step.
+    `<log_dir>/memtools/` also gets the report, the last good checkpoint, and a file of the bad step for `replay`.
 
     With fused SGD, Adam, AdamW or Adagrad (`fused=True`) on a GPU and without a gradient scaler, nothing waits for the
-    device: a flag there prevents the updates of the bad step and of all later ones, and the host reads it one step
-    late. In all other cases the host reads a few hundred bytes in each step, and waits for them.
+    device. A flag on the device prevents the updates of the bad step and of all later steps; the host reads the flag
+    one step later. In all other cases the host reads a few hundred bytes in each step, and waits for them.
 
     A validation or test run must not log NaN or Inf under a name that contains "loss".
 
@@ -52,15 +52,15 @@ class HaltOnNaN(WatchingCallback):
         save_last_good: Before raising, write a checkpoint of the state that training had before the bad step.
         explain: Before raising, run the bad step three to five times, to name the operation that made the first NaN
             or Inf. Everything is restored afterwards. This takes host memory for a copy of the module.
-        save_step: Before raising, write the step to a file beside that checkpoint, for `replay`.
+        save_step: Before raising, write the bad step to a file, for `replay` to run it again.
         directory: Where the report and the other files go, instead of `<log_dir>/memtools/`. Without a logger, nothing
             is written unless this is set.
 
     Attributes:
-        watch: A function that is called with each finite step; LossSpikes sets it before training starts.
+        watch: A function to call with each step without NaN or Inf; LossSpikes sets it before training starts.
 
     Raises:
-        ValueError: `max_skips` is negative or `amp_patience` is below 1; at setup, if the strategy hides the gradients.
+        ValueError: `max_skips` is negative or `amp_patience` is below 1; or the strategy hides gradients (at setup).
         NonFiniteError: From the hooks, when a step or an evaluation run is bad.
     """
 
@@ -93,7 +93,7 @@ class HaltOnNaN(WatchingCallback):
         self.watch: ReadingWatch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise if the strategy hides the gradients. Connect to the other ranks, and find the directory for reports."""
+        """Connect to the other ranks, and find the directory for reports. Raise if gradients cannot be read."""
         self.stop_watching()
         if stage == "fit":
             gradients_under(type(trainer.strategy), world_size=trainer.world_size)
@@ -148,7 +148,7 @@ class HaltOnNaN(WatchingCallback):
     on_test_end = on_validation_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """If the latest step was bad, undo it, as a checkpoint may be written after the exception. Stop watching."""
+        """Undo the latest step if it was bad, because a checkpoint may be written afterwards. Stop watching."""
         if self._run is not None and not isinstance(exception, NonFiniteError):
             self._run.leave_clean_state()
         self.stop_watching()
@@ -164,7 +164,7 @@ class HaltOnNaN(WatchingCallback):
         self._run = None
 
     def switch_off(self, error: Exception | str, *, notes_on: BaseException | None = None) -> None:
-        """Switch this callback off for the rest of the run. If ranks exchange check results, tell the others first."""
+        """Switch this callback off. If checks are collective, all ranks switch it off together at the next check."""
         guard = self._run.guard if self._run is not None and self._run.is_training else None
         if guard is None or not guard.exchanges or notes_on is not None or isinstance(error, ExchangedError):
             super().switch_off(error, notes_on=notes_on)

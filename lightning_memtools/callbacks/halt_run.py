@@ -67,7 +67,7 @@ class HaltRun:
     """Does the work of HaltOnNaN in one Trainer run: checks steps and evaluations, and reports NaN and Inf.
 
     Create it on every rank. Rank 0 writes the files and sends their paths to the others. No rank waits for a rank that
-    failed. `options` is the HaltOnNaN callback, whose arguments say what to check and write.
+    failed. `options` is the HaltOnNaN callback, whose arguments are the options.
 
     Attributes:
         guard: Checks each training step; set once training has begun.
@@ -91,7 +91,7 @@ class HaltRun:
         before_update: Callable[[Any], None],
         before_saving: Callable[[], None],
     ) -> None:
-        """Start checking. `watch` is called with each finite step, and the others before each update and checkpoint."""
+        """Start checking. Call `watch` with each finite step, the other functions before updates and checkpoints."""
         trainer, options = self._trainer, self._options
         guard = self.guard = StepGuard(
             module,
@@ -196,7 +196,7 @@ class HaltRun:
         return [each for each in bad if each.name not in self._bad_at_start]
 
     def leave_clean_state(self) -> None:
-        """If the latest step was bad, undo it. Called after another error, because a checkpoint may be written then."""
+        """Undo the latest step if it was bad. Called after other errors, as a checkpoint may be written afterwards."""
         if not self.is_training:
             return
         try:
@@ -210,7 +210,7 @@ class HaltRun:
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
     def warn_if_blind(self) -> None:
-        """Warn once if manual optimization made steps in which no gradient was seen, so that nothing was checked."""
+        """Warn once if nothing could be checked, because no gradients were seen in steps of manual optimization."""
         groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
         is_trained = any(p.requires_grad for group in groups for p in group["params"])
         if is_trained and not (self._is_automatic or self.guard.saw_gradients or self._warned_of_blindness):
@@ -223,9 +223,9 @@ class HaltRun:
             )
 
     def _halt(self, step: GuardedStep) -> BadStep:
-        """Undo a bad step, find its cause, write the files and the report, and return what is known of it. Collective.
+        """Undo a bad step, diagnose it, write the files and the report, and return the diagnosis. Collective.
 
-        If a part of this fails on a rank, all ranks still return, with what is known by then.
+        If the diagnosis fails on a rank, all ranks still return, with an incomplete diagnosis.
         """
         mine = unless_it_fails(lambda: self._examined(step), lambda error: _unexamined(step, error))
         mine.rank = self._ranks.rank
@@ -267,7 +267,7 @@ class HaltRun:
         return bad
 
     def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
-        """Run the step again to explain it. If it is known to be the bad one, or is bad again, write it to a file."""
+        """Run a step again to explain `bad`. Save the step if it is bad again or `is_known` to be the cause."""
         if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
             why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
             bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
@@ -299,7 +299,7 @@ class HaltRun:
             bad.step_path = written
 
     def _save_last_good(self, everyone: list[BadStep]) -> tuple[Path | None, str]:
-        """Write a checkpoint of the state before the bad step, unless that state holds NaN or Inf. Collective."""
+        """Write a checkpoint of the state before a bad step, if it is finite on `everyone` (all ranks). Collective."""
         bad = [tensor for each in everyone for tensor in each.before]
         if bad:
             forbid_saving_on_exception(self._trainer)
@@ -347,7 +347,7 @@ def _unexamined(step: GuardedStep, error: str) -> BadStep:
 
 
 def _not_found(bad: BadStep, error: str) -> Any:
-    """Record in `bad` that an error prevented finding the bad operation, or writing the step to a file."""
+    """Record in `bad` that, because of an error, the bad operation is unknown or the step was not written to a file."""
     bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
     bad.step_note = f"could not be written: {error}"
 

@@ -19,7 +19,7 @@ class LossCurves(WatchingCallback):
 
     docs/loss-curves.md has the tags, and says which losses are taken.
 
-    Losses are logged before gradient accumulation divides them. With several ranks, values are means over the
+    Losses are not divided by the number of accumulated batches. With several ranks, values are means over the
     ranks. Steps 0, 1, 2, 4, 8, 16 and 32 have a point, and every epoch ends with one. Values stay on the device until a
     point is due, and are then copied without waiting. The end of an epoch and of a validation run waits for copies that
     have not arrived yet. No rank waits for another one: rank 0 writes a point once the values of all ranks have
@@ -75,7 +75,7 @@ class LossCurves(WatchingCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Add the losses that validation_step returned. In on_validation_end, a logged metric may replace them."""
+        """Add the losses that validation_step returned. They are used if no validation loss is logged as a metric."""
         if not trainer.sanity_checking:
             suffix = f"/dataloader_idx_{dataloader_idx}" if len(trainer.num_val_batches) > 1 else ""
             for name, loss, weight in returned_losses(outputs, batch):
@@ -103,6 +103,6 @@ class LossCurves(WatchingCallback):
         self.stop_watching(patience_s=PATIENCE_S)
 
     def stop_watching(self, *, patience_s: float = 0.0) -> None:
-        """Write the values that arrive within `patience_s` seconds (per curve), then release all. Idempotent."""
+        """Write the values that arrive within `patience_s` seconds per curve. Then release all tensors. Idempotent."""
         self._train.finish(patience_s=patience_s)
         self._val.finish(patience_s=patience_s)

@@ -22,19 +22,19 @@ class LossSpikes(WatchingCallback):
     """Reports steps whose loss or gradient norm is far above earlier ones, and can skip them or roll back.
 
     It uses the losses and gradient norms that HaltOnNaN reads. If the Trainer has no HaltOnNaN, one is added for the
-    fit; it stops training at a NaN. On a logarithmic scale, take the median of the last `window` steps and its distance
-    from their 95% quantile. A spike exceeds the median by more than `sensitivity` times this distance. All ranks
-    decide alike, by the norm over all gradients and by the largest of the ranks' losses.
+    fit, and training stops at a NaN. A value is a spike if, on a log scale, it exceeds the median of the last `window`
+    steps by more than `sensitivity` times the distance from that median to the 95% quantile of these steps. All ranks
+    use the same values: the norm over all gradients, and the largest loss of any rank.
 
     | logged | when |
     | --- | --- |
     | `spikes/found` | the number of spikes so far, at each spike |
     | `memtools/loss_spike` | the report of a spike, to loggers that take text |
 
-    A spike gives a warning, and a report in `<log_dir>/memtools/`, unless another came within `window` steps before.
+    A spike gives a warning, and a report in `<log_dir>/memtools/`, unless the `window` steps before it had a spike.
 
     With `action="report"`, nothing waits for the device beyond what HaltOnNaN reads. With "skip" and "rollback", the
-    host waits for the losses and norms before each update, even with a fused optimizer.
+    host waits for the losses and norms before each update.
 
     Args:
         action: "report" changes nothing in training. "skip" leaves out the update; the step still counts for
@@ -54,7 +54,7 @@ class LossSpikes(WatchingCallback):
 
     Raises:
         ValueError: An argument has a value that is not accepted.
-        LossSpikeError: From the hooks, at a spike after `max_actions` others. Its update is not made.
+        LossSpikeError: From the hooks, at the first spike after `max_actions` skips or rollbacks, before the update.
     """
 
     parts_of_a_run = ("_run", "_halt", "_own")

@@ -34,10 +34,10 @@ _IS_FIRST_WITHOUT_PEAKS = FirstTime()
 
 
 class MemoryMonitor(WatchingCallback):
-    """Logs allocated and reserved memory, their peaks and what fills them, for every stage, to every logger.
+    """Logs allocated and reserved memory, the peaks, and what each peak consists of, for every stage, to every logger.
 
-    With several ranks, values are maxima over the ranks. A peak is the maximum since the stage's last point, so a spike
-    between two points is not lost. Each point resets `torch.cuda.max_memory_allocated`, also for other code that reads
+    With several ranks, values are maxima over the ranks. A peak is the maximum since the last point that was logged for
+    the stage, so none is missed. Each point resets `torch.cuda.max_memory_allocated`, also for other code that reads
     it. A summary ends every fit, validate, test and predict call: on the console, as the file
     `<log_dir>/memtools/memory_summary_<call>.md`, and as text in loggers that take text.
 
@@ -49,9 +49,9 @@ class MemoryMonitor(WatchingCallback):
     Args:
         every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch also
             ends with a point, and steps 0, 1, 2, 4, 8, 16 and 32 have one.
-        phases: Also log the peaks of forward, backward and optimizer step, and the host's time in each and between two
+        phases: Also log the peak and the host's time for forward, backward and optimizer step, and the time between
             batches. Reads the statistics five times in every training step. On a GPU the host's time in forward and
-            backward is the time to queue kernels; a wait for the device counts in the phase in which it happens.
+            backward is the time to queue kernels. A wait for the device counts toward the phase that waits.
         snapshot_at_step: Write a memory snapshot of this training step on every rank, as
             `<log_dir>/memtools/memory_snapshot_step<n>_rank<r>.pickle`, with its phases and modules marked. The Memory
             tab, `memtools snapshot` and https://pytorch.org/memory_viz show it. Recording slows that one step down.

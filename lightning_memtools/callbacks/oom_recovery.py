@@ -24,8 +24,8 @@ from lightning_memtools.warning_categories import FindingWarning
 class OOMRecovery(EitherCallback, Neighbour):
     """Lets training go on after running out of memory: a batch that does not fit runs again in 2, 4, ... parts.
 
-    The failed attempt is undone first. The gradients of the parts add up to those of the whole batch, up to rounding,
-    if `loss` and `loss_weight` describe the loss correctly: a mean is weighted by the size of each part, and sums are
+    The failed attempt is undone first. The gradients of the parts add up to those of the whole batch, up to rounding.
+    For this, `loss` and `loss_weight` must be right: means are weighted by the size of each part, and sums are just
     added.
 
     The optimizer, schedulers and `global_step` see one step, with the loss of the whole batch. Whatever else
@@ -34,7 +34,7 @@ class OOMRecovery(EitherCallback, Neighbour):
     as large as one that failed are split at once. In manual optimization and in evaluation, batches are not split.
 
     A batch can be split if it consists of dictionaries, lists and tuples of two kinds of things: tensors and arrays
-    whose dimension 0 counts samples, and lists with one string or number per sample. Others need `split_batch`.
+    whose dimension 0 counts samples, and lists with one string or number per sample. Other batches need `split_batch`.
 
     Before each step, random states are recorded and the model's buffers and metrics are copied, so that a failed step
     can be undone. Other attributes that training_step changes, such as a counter, are not restored.
@@ -42,17 +42,17 @@ class OOMRecovery(EitherCallback, Neighbour):
     | logged | meaning |
     | --- | --- |
     | `memory/oom_recoveries` | the number of steps that were run again so far |
-    | `memory/micro_batches` | the number of parts in the latest of these steps |
+    | `memory/micro_batches` | the number of parts in the latest step that was run again |
 
     Args:
         loss: Whether the loss is the "mean" or "sum" over samples. No default, as a wrong value gives wrong gradients.
         loss_weight: For a loss that is a mean over something other than samples, such as tokens: a function that
             returns how many of them a batch has. A part for which it returns 0 is skipped.
         max_splits: The maximum number of micro-batches per batch.
-        split_batch: A function `(batch, n_parts) -> parts`, for batches of any other form. If not all tensors of a part
-            have its samples in dimension 0, `loss_weight` has to return the number of samples.
+        split_batch: A function `(batch, n_parts) -> parts`, for batches of any other form. If dimension 0 of any tensor
+            does not count samples, `loss_weight` has to return the number of samples.
         allow_batch_norm: Split batches even if the model has BatchNorm layers in training mode, which then normalize
-            each part by itself. Without this, the batches of such a model are not split.
+            each part by itself. If False, batches of such a model are not split.
 
     Raises:
         ValueError: An argument has a value that is not accepted; or, when fit begins, the strategy is not supported.
@@ -158,7 +158,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
-        """Log new recoveries and report them to the other ranks. At the first, warn and have OOMReport report it."""
+        """Log and share new recoveries, and warn of the first. `elsewhere` is the number on the other ranks."""
         mine, before = self.recoveries, self._told
         self._told = (mine.n_recovered, elsewhere)
         if self._told == before or self._posts is None:

@@ -24,7 +24,7 @@ from lightning_memtools.reporting.loggers import log_text
 
 
 class OOMReport(WatchingCallback):
-    """Explains an out-of-memory error: what filled the device, and which of the changes it tries would have helped.
+    """Explains an out-of-memory error: what filled the device, and which of the changes it tried would have helped.
 
     When fit, validate, test or predict runs out of memory, a report is written, and the error is raised. The report
     holds the allocated bytes by category, the modules with the most activations, whether fragmentation was the cause,
@@ -36,13 +36,13 @@ class OOMReport(WatchingCallback):
     | `<log_dir>/memtools/oom-<stage>-step<n>.md` | the report |
     | `<log_dir>/memtools/oom-<stage>-step<n>-snapshot.pickle` | the memory snapshot, with `snapshot=True` |
     | `memtools/oom_report` in loggers that take text | the report |
-    | the console | the report's first lines; a note added to the error gives its path |
+    | the console | the report's first lines; the report's path, as a note on the error |
 
     On CUDA and on a VirtualDevice the data is captured at the moment of failure, before the stack unwinds. Elsewhere
     it is captured from the exception, while the frames of the failed step still exist. Out-of-memory errors that
     your code catches are not reported.
 
-    Costs: one reading of a counter per batch. With `snapshot`, PyTorch records each allocation, which takes
+    Costs: a counter is read once per batch. With `snapshot`, PyTorch records each allocation, which takes
     3 microseconds, and keeps the last 50,000 on the host. A report takes less than 10 s of CPU time and allocates
     nothing on the device. After 8 s no further change is tried: the report names the changes that were left out.
 
@@ -131,7 +131,7 @@ class OOMReport(WatchingCallback):
     # --- reporting
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write a report if the error is that memory ran out."""
+        """Write a report if the exception is an out-of-memory error."""
         capture, reporter = self._capture, self._reporter
         if capture is None or reporter is None:
             return

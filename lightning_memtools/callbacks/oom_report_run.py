@@ -30,13 +30,13 @@ def stage_of(trainer: Trainer) -> str:
 
 
 def place_of(trainer: Trainer) -> FailureMoment:
-    """Return the current stage, step, rank and hook of a run. Batch and phase are left out: Trainers lack them."""
+    """Return the current stage, step, rank and hook of a run. The batch and the phase are left unset."""
     stage, rank, n_ranks = stage_of(trainer), trainer.global_rank, trainer.world_size
     return FailureMoment(stage, training_step(trainer), rank=rank, world_size=n_ranks, hook=running_hook())
 
 
 def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
-    """Return the properties of a failed run that advice depends on. `batch` is its failed batch."""
+    """Return the facts about a failed run on which the suggested changes depend. `batch` is the batch that failed."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]
     automatic = pl_module.automatic_optimization
@@ -61,7 +61,7 @@ def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
 
 
 def _recovery_for(trainer: Trainer, batch: Any) -> str:
-    """Return code that creates an OOMRecovery to split this batch; "" if it cannot be split or the run has one."""
+    """Return the code of an OOMRecovery that can split this batch. Return "" if none can, or if the run has one."""
     module = trainer.lightning_module
     is_there = any(isinstance(one, Neighbour) and one.max_splits > 1 for one in callbacks_of(trainer))
     is_refused = why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))

@@ -18,18 +18,18 @@ _DEFAULT = {cls.__name__: cls for cls in (MemoryMonitor, LossCurves, EmptyCache,
 
 
 def default_callbacks(**options: Mapping[str, Any] | bool) -> list[Callback]:
-    """Return the callbacks that only watch and protect, for `Trainer(callbacks=default_callbacks())`.
+    """Return the callbacks that only watch and protect a run, for `Trainer(callbacks=default_callbacks())`.
 
     Callbacks that change how training runs (gradient checkpointing, batch size) are not among them: add those yourself.
 
     Args:
-        options: For a callback's name, a mapping of its arguments, or False to leave the callback out:
+        options: Each name is that of a callback. Its value holds the callback's arguments, or False to leave it out:
             `default_callbacks(HaltOnNaN={"max_skips": 3}, TrainingDoctor=False)`. These values can also come from
             a YAML file.
 
     Raises:
-        TypeError: A name is not that of a default callback, a value is neither a mapping nor a bool, or an argument
-            in a mapping is not one of the callback's.
+        TypeError: There is no default callback of a given name, a value is neither a mapping nor a bool, or a callback
+            has no such argument.
     """
     for name, given in options.items():
         if name not in _DEFAULT:

@@ -141,7 +141,7 @@ class SpikesRun:
         )
 
     def _tell(self, spike: LossSpike) -> LossSpike:
-        """Write the report on a spike and warn, on rank 0. Return the spike with the report's path, on every rank."""
+        """Warn, and write the report on a spike, on rank 0. On every rank, return the spike with the report's path."""
         name, written = f"loss-spike-step{spike.step}-report.md", self._directory
         if self._trainer.is_global_zero:
             written = write_report(self._directory, name, spike.markdown())

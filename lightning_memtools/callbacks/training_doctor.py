@@ -23,7 +23,7 @@ class TrainingDoctor(WatchingCallback):
     Training runs the same, bit for bit, with and without it.
 
     The report is printed if something serious was found, and written to `<log_dir>/memtools/doctor.md` and
-    `doctor.json`. The attribute `report` holds it too. With several ranks it has the findings of all ranks.
+    `doctor.json`. It is also in the attribute `report`. With several ranks, the report has the findings of all ranks.
 
     | logged | when |
     | --- | --- |
@@ -40,7 +40,7 @@ class TrainingDoctor(WatchingCallback):
         ignore: The names of checks to leave out.
 
     Raises:
-        ValueError: A check's name is unknown, `steps` is below 1, or `on_finding` is neither of the two.
+        ValueError: A check's name is unknown, `steps` is below 1, or `on_finding` is neither "warn" nor "raise".
     """
 
     parts_of_a_run = ("_run",)
@@ -111,7 +111,7 @@ class TrainingDoctor(WatchingCallback):
         self.stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Report the findings of this rank so far."""
+        """Report the findings so far, of this rank only."""
         if self._run is not None and not isinstance(exception, TrainingMistakeError):
             self.report = self._run.publish_own(trainer)
         self.stop_watching()

@@ -46,12 +46,12 @@ def largest_batch(
 ) -> int:
     """Find a batch size n that fits although n + 1 does not, by trying sizes; return 0 if no batch fits.
 
-    If the step raises with a batch of one, as BatchNorm does in training, a batch of two is tried instead, and the
-    result is 0 if that does not fit.
+    If the step fails with a batch of one, as BatchNorm does in training, a batch of two is tried instead. If that does
+    not fit, the result is 0.
 
     Tensor sizes are linear in the batch size. So two trials suffice to predict the requests to the allocator at any
-    size, and replaying those is much faster than another trial. The predicted answer and the next larger size are then
-    tried, too. If the program behaves differently at other sizes, the prediction is based on closer trials.
+    size. Replaying predicted requests is much faster than another trial. The predicted answer and the next larger size
+    are tried, too. If the prediction turns out wrong, it is repeated from trials of closer sizes.
 
     Args:
         start: The batch size of the first trial.
@@ -110,7 +110,7 @@ def _attempt_or_two(size: int, attempt: Callable[[int], TracedSize], trials: Map
 def _guess(
     trials: dict[int, TracedSize], low: int, high: int, serves: Callable[[AllocationTrace], bool], limit: int
 ) -> int:
-    """Return the largest batch size in [low, high) that is predicted to fit."""
+    """Return the largest batch size in [low, high) that is predicted to fit, judging by the closest `trials`."""
     nearest = sorted(trials, key=lambda size: abs(size - (low if high == _MOST else (low + high) // 2)))[:_NEAREST]
     for one, other in combinations(nearest, 2):
         first, second = sorted((one, other))
@@ -144,7 +144,7 @@ def _last_that(
 
 
 def _where_peaks_meet(trials: dict[int, TracedSize], low: int, high: int, limit: int) -> int:
-    """Return the batch size at which the peak reaches the limit, on a line through the smallest and largest trials."""
+    """Return the batch size whose peak should reach the limit, by a line through the smallest and largest trials."""
     first, last = min(trials), max(trials)
     rise = trials[last].peak - trials[first].peak
     if high < _MOST:

@@ -47,7 +47,7 @@ def estimate_memory(
     """Predict the peak memory of training on one GPU, from the model and one batch, without a GPU.
 
     The step runs on fake tensors, which have sizes but no values: nothing is computed, and a model on the meta device
-    needs no memory. For each storage, a simulated CUDA caching allocator allocates a block. The model, the batch and
+    needs no memory. A simulated CUDA caching allocator allocates a block for each storage. The model, the batch and
     the optimizer are left exactly as they were.
 
     A step runs as in Lightning's Trainer: forward, gradients set to None, backward, clipping, the optimizer's step. So
@@ -69,8 +69,8 @@ def estimate_memory(
         capacity: A size such as "24GiB" or a GPU's name such as "RTX 4090": the estimate then says whether it fits.
 
     Returns:
-        The prediction. Values that depend only on the batch can be read. If the step reads any others, ``notes`` says
-        what was assumed, and where: floats are finite, a mask selects everything, a number is 1.
+        The prediction. Values that depend only on the batch can be read. Other values that the step reads are
+        assumed: floats are finite, a mask selects everything, a number is 1. ``notes`` says what is assumed, and where.
 
     Raises:
         ValueError: An argument is out of range; the message says what is accepted.

@@ -66,7 +66,7 @@ class MemoryEstimate:
         peak_reserved: The most memory that the allocator reserves, as in torch.cuda.max_memory_reserved. The CUDA
             context, 300 to 700 MB more, is not part of it.
         peak_at: The point at which ``peak_allocated`` was reached first.
-        composition: The bytes by category at that moment: parameters, gradients, optimizer, activations, inputs,
+        composition: The bytes by category at the peak: parameters, gradients, optimizer, activations, inputs,
             temporaries (of backward and of the optimizer's step), workspace (of cuBLAS and other kernels) and other,
             which includes buffers. They add up to ``peak_allocated``.
         parameter_count: The number of elements in all parameters; tied parameters count once.
@@ -77,8 +77,8 @@ class MemoryEstimate:
             up to ``peak_allocated``.
         step_peaks: ``peak_allocated`` of each step.
         trace: All requests of the steps to the allocator.
-        begin: The number of events in ``trace`` before the first step; they put the model on the device.
-        batch_size: The first dimension of the batch's first tensor; None if there is none.
+        begin: The number of events in ``trace`` before the first step, while the model is put on the device.
+        batch_size: The first dimension of the batch's first tensor; None without such a tensor.
         notes: Remarks on how the estimate was made, such as a fallback.
         capacity: The capacity that was passed to `estimate_memory`, or None.
     """
@@ -102,7 +102,7 @@ class MemoryEstimate:
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
     def fits(self, capacity: str) -> bool:
-        """Return whether the steps fit in a capacity. The allocator empties its cache before it gives up, as on a GPU.
+        """Return whether the steps fit in a capacity. When memory runs short, the allocator empties its cache.
 
         Args:
             capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", whose CUDA context takes 500 MiB.
@@ -123,9 +123,9 @@ class MemoryEstimate:
     def max_batch_size(self, capacity: str) -> int:
         """Return a batch size n that fits although n + 1 does not; 0 if a batch of one does not fit.
 
-        The result and the next larger size are both traced. They are predicted from two traces, so usually three or
+        The result is predicted from traces of two batch sizes. Then n and n + 1 are traced as well, so usually three or
         four traces are made in addition to the estimate's own. Because of how the allocator splits segments, a batch
-        that is a few samples larger may fit again.
+        a few samples larger than n + 1 may fit after all.
 
         Raises:
             ValueError: The capacity cannot be read, the batch has no tensor with a first dimension, the step fails with

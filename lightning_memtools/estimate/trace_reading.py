@@ -29,7 +29,7 @@ _PART_OF = {
 
 
 def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int], MemoryEstimate]) -> MemoryEstimate:
-    """Return the estimate for a traced step; `retrace` estimates the same step at another batch size."""
+    """Return the estimate for a traced step. `retrace` is a function that estimates it at another batch size."""
     model, recorder, peak = uncompiled(request.model), traced.recorder, traced.recorder.peak
     holders = holders_at(recorder, peak, type(model).__name__)
     at_peak = held_by(holders, "category")
@@ -76,7 +76,7 @@ def _name(allocation: Allocation) -> str:
 
 
 def _path(module: str, model: str) -> str:
-    """Return a module's path without the model's class name in front; "" for memory allocated outside of modules."""
+    """Return a module's path without the leading class name of the model. Return "" if no module allocated."""
     if module == model:
         return "(model)"
     if module in {OUTSIDE, OPTIMIZER, "workspace"}:

@@ -47,7 +47,7 @@ def n_samples_of(batch: Any) -> int:
 def split_plainly(batch: Any, n_parts: int) -> list[Any]:
     """Split a batch into consecutive parts of nearly equal size.
 
-    Tensors and arrays are split along dimension 0, and lists and tuples of strings or numbers by their items. All
+    Tensors and arrays are split along dimension 0; lists and tuples of strings or numbers are split, too. All of them
     must have the same length. Single values and 0-dim tensors go into every part.
 
     Args:
@@ -65,7 +65,7 @@ def split_plainly(batch: Any, n_parts: int) -> list[Any]:
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the leaves of a nested batch, and a function that builds a like batch from other leaves."""
+    """Return the leaves of a nested batch, and a function that builds a batch of the same structure from new leaves."""
     if isinstance(batch, UserDict):  # BatchEncoding of transformers; pytrees do not look inside
         kind = type(batch)
         leaves, form = tree_flatten(batch.data, is_leaf=_is_list_of_values)

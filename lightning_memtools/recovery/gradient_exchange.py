@@ -53,7 +53,7 @@ class GradientExchange:
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
-        """Return a context manager for one attempt at the step. If `n_parts` > 1, DDP exchanges no gradients then."""
+        """Return a context manager for one attempt at the step. If `n_parts` > 1, DDP does not average in it."""
         if n_parts == 1 or self._wrapper is None:
             yield
         elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks
@@ -67,13 +67,13 @@ class GradientExchange:
                 self._strategy.model = self._wrapper
 
     def leave(self, complete: Collection[nn.Parameter], *, keeps: bool = False) -> str:
-        """Clean up after a failed backward pass: if it was sending gradients, reset DDP's reducer and the gradients.
+        """Clean up after a failed backward pass. If DDP averages gradients in it, reset the reducer and all gradients.
 
         Return "" if the step can be run again, else the reason why it cannot.
 
         Args:
             complete: The parameters to which the failed pass had already added its gradients.
-            keeps: True if the caller keeps these gradients, because they include gradients of earlier batches.
+            keeps: True if these gradients include those of earlier batches, which must not be lost.
         """
         if self._has_failed or self._wrapper is None:
             return ""
@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients over the ranks after the parts have run, unless no update follows this batch."""
+        """Average the gradients over the ranks after the parts have run, if an optimizer step follows this batch."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync
@@ -135,7 +135,7 @@ class GradientExchange:
 
 
 def why_unsent(strategy: Any) -> str:
-    """Return why, under this strategy, a single rank cannot run its step again; "" if it can."""
+    """Return the reason why, under this strategy, a single rank cannot rerun its step; "" if it can."""
     wrapper = strategy.model
     if not isinstance(wrapper, DistributedDataParallel):
         return ""

@@ -30,7 +30,7 @@ MANUAL_OPTIMIZATION = "in manual optimization training_step steps optimizers its
 
 @dataclass(slots=True)
 class Recoveries:
-    """Counts batches that ran again in parts. `n_parts` is that of the latest step."""
+    """Counts the batches that ran again in parts. `n_parts` is the number of parts in the latest step."""
 
     n_recovered: int = 0
     n_parts: int = 1
@@ -80,7 +80,7 @@ class StepRecovery:
         self._too_large = math.inf  # the elements of the smallest part that did not fit
 
     def run(self, step: StepClosure) -> Any:
-        """Run a step and return its result. If it runs in parts: the last part's result, with the whole batch's loss.
+        """Run a step, in parts if needed. Return the result (of the last part), with the loss of the whole batch.
 
         Raises:
             torch.OutOfMemoryError: The step does not fit, even in parts. A note on the error says why.
@@ -90,7 +90,7 @@ class StepRecovery:
         return self._run_once(step) if start is None else self._run(start)
 
     def _start_of(self, step: StepClosure) -> StepStart | None:
-        """Record the state before a step, and return it; None if the step could not be run again anyway."""
+        """Record and return the state before a step. Return None if a failed step could not be run again."""
         # In the first step, forward may still put its norms into evaluation mode.
         if self._tell is None and why_norm_prevents(self._norms):
             return None
@@ -162,7 +162,7 @@ class StepRecovery:
         return result
 
     def _first_parts(self, n_elements: int) -> int:
-        """Return how many parts to try first: so many that each is smaller than any that has run out of memory."""
+        """Return how many parts to try first. Each is to be smaller than every part or batch that ran out of memory."""
         n_parts = 1
         while n_parts < self._max_splits and n_elements / n_parts >= self._too_large:
             n_parts = min(2 * n_parts, self._max_splits)
@@ -184,7 +184,7 @@ class StepRecovery:
         return result if n_missing else replace(result, closure_loss=sum(losses))
 
     def _parts_of(self, batch: Any, n_parts: int) -> list[tuple[Any, float]]:
-        """Return (part, factor of its loss) for each part of a batch. Parts with a factor of 0 are left out.
+        """Return (part, loss weight) for each part of a batch. Parts with a weight of 0 are left out.
 
         Raises:
             CannotSplitError: The batch cannot be split, or its parts do not have as many samples as the batch.
@@ -224,7 +224,7 @@ class StepRecovery:
         raise CannotSplitError(f"even max_splits={self._max_splits} parts are too large; a larger max_splits may help")
 
     def _why_not(self) -> str:
-        """Return why batches of this model cannot be run in parts; "" if they can."""
+        """Return the reason why batches of this model cannot be run in parts; "" if they can."""
         if any(map(has_accumulation_hook, self._state.parameters)):
             return (
                 "register_post_accumulate_grad_hook was called on its parameters: such a hook runs in each part, and "
@@ -233,7 +233,7 @@ class StepRecovery:
         return why_norm_prevents(self._norms)
 
     def _note(self, start: StepStart, n_parts: int, *, is_recovering: bool) -> None:
-        """Count a step that has run. After the first step, tell the user if batches cannot be run in parts."""
+        """Count a step (a recovery if `is_recovering`). After the first, tell the user if batches cannot be split."""
         told = self.recoveries
         told.n_parts, told.most_parts = n_parts, max(n_parts, told.most_parts)
         if is_recovering:
@@ -261,7 +261,7 @@ def norms_of(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def why_norm_prevents(norms: Iterable[tuple[str, Any]]) -> str:
-    """Return why batches must not be split: which layer normalizes by batch statistics. Return "" if none does."""
+    """Return the reason not to split batches: a layer that normalizes by batch statistics. Return "" if none does."""
     for name, module in norms:
         is_batch_norm = isinstance(module, AnyBatchNorm)
         if (module.training and (is_batch_norm or module.track_running_stats)) or (

@@ -24,7 +24,7 @@ _MOST_NODES = 1_000_000  # of a graph that is searched for reentrant checkpointi
 
 
 class TrainedState:
-    """The parameters, metrics and buffers of a model, which a step may change; and the device of the model."""
+    """The parts of a model that a step may change (parameters, metrics and buffers), and the model's device."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
@@ -37,9 +37,9 @@ class StepStart:
     """Records the state before a step, to restore it: random states, buffers, metrics, logged values and gradients.
 
     In the first batch of an optimizer step, gradients are reset to None. In later batches, the accumulated gradients
-    are set aside while parts run, so that a failed part cannot change them. A failed backward pass of the whole batch
-    may already have added to the gradients of some parameters. It adds to each only once, so that these are complete:
-    they are kept, and the parts add to the gradients of the other parameters only.
+    are set aside while parts run, so that a failed part cannot change them. If backward fails on the whole batch, some
+    parameters may already have its gradients. Those are complete, because backward adds to each parameter only once.
+    So they are kept, and the parts add to the gradients of the other parameters only.
 
     Attributes:
         batch: The batch in new dicts and lists, so that the step cannot change the original ones.
@@ -116,7 +116,7 @@ class StepStart:
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
 
     def completed(self) -> list[nn.Parameter]:
-        """Return the parameters to which backward of the whole batch has already added its gradients."""
+        """Return the parameters whose gradients already include those of the whole batch, though its backward failed."""
         if not self._is_whole:
             return []
         if self._step.zero_grad is not None:
@@ -164,7 +164,7 @@ class StepStart:
 
 
 def _log_restorer(results: Any) -> Callable[[], None]:
-    """Return a function that resets `results` (what `self.log` has collected) to its present content."""
+    """Return a function that resets `results` (the values that `self.log` has collected) to the current contents."""
     saved = {key: (metric, dict(vars(metric))) for key, metric in results.items()}
     batch, size = results.batch, results.batch_size
 

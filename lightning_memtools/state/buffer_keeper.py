@@ -23,7 +23,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 @dataclass(slots=True, eq=False)
 class _BufferPlace:
-    """The place of a buffer: its module's dict and its key. Stores the tensor and version last seen there."""
+    """The place of a buffer: the module's dict and the key. Stores the tensor and version that were last there."""
 
     held: dict[str, Tensor | None]
     key: str
@@ -54,7 +54,7 @@ class _BufferCopies:
         self._values = [part.view(tensor.shape) for part, tensor in parts]
 
     def take(self, unless: Tensor | None) -> bool:
-        """Copy the buffers again, unless `unless` is nonzero. Return False if a device, dtype or shape has changed."""
+        """Copy the buffers again if `unless` is None or zero. Return False if a device, dtype or shape has changed."""
         now: list[Any] = [place.held.get(place.key) for place in self.places]
         if any(map(is_not, now, self.tensors)):
             if any(tensor is None or _KIND(tensor) != kind for tensor, kind in zip(now, self._kinds, strict=True)):
@@ -100,7 +100,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def keep(self, unless: Tensor | None = None) -> None:
-        """Copy the buffers now; but if the 0-dim device tensor `unless` is nonzero, keep the earlier copies."""
+        """Copy the buffers. But if the 0-dim device tensor `unless` is nonzero, keep the earlier copies instead."""
         if self._large:
             constant = [copies for copies in self._large if not copies.places[0].is_written()]
             self._released += [copies.places[0] for copies in constant]
@@ -129,7 +129,7 @@ class BufferKeeper:
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if, since all buffers were last copied, any was added, removed, or set after being None."""
+        """Return True if a buffer was added, removed, or changed from None, since all buffers were last copied."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 

@@ -93,7 +93,7 @@ def _numpy_state() -> Any:
     """Return the state of NumPy's global generator; None if NumPy has not been imported.
 
     Reading the state takes 50 microseconds, so it is cached until the generator's memory changes. But NumPy draws
-    normal numbers in pairs, and keeps the second elsewhere. While it does, the state is not cached.
+    normal numbers in pairs, and stores the second one outside this memory. Until it is used, nothing is cached.
     """
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
@@ -114,7 +114,7 @@ GENERATORS = frozenset({"Generator", "Random", "RandomState"})
 def generator_state(generator: Any) -> Any:
     """Return the state of a random generator (torch, Python or NumPy); None for any other object.
 
-    For Python's SystemRandom, which has no state, return None, too.
+    Python's SystemRandom has no state, so the result is None as well.
     """
     if isinstance(generator, torch.Generator):
         return generator.get_state()

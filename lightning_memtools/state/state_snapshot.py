@@ -38,8 +38,8 @@ _EXTERNAL_MODULES = {
 class StateSnapshot:
     """Records the state of all objects that can be reached from `roots`, and restores it as often as needed.
 
-    The states of all global random generators are included. In a data set, containers and attributes are recorded, but
-    not the values of tensors and arrays: they may not fit in host memory, and loading data does not change them. If a
+    The states of all global random generators are included. In a dataset, containers and attributes are recorded, but
+    not the values of tensors and arrays. These may not fit in host memory, and loading data does not change them. If a
     container has more than 10,000 items, and a sample of 64 holds no tensor, the items are not searched further.
     Generator functions that are running, class attributes and global variables are not restored.
 
