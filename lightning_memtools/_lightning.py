@@ -443,7 +443,7 @@ def set_root_directory(trainer: Trainer, directory: str) -> None:
 
 
 def without_collectives(trainer: Trainer) -> None:
-    """Monkeypatch the collective operations that run in every batch with no-ops. This function does not undo it.
+    """Turn the collective operations that run in every batch into no-ops on this rank. The caller has to undo it.
 
     A rank that has run out of memory can no longer take part, so the other ranks would wait for it. Lightning has no
     switch to turn these operations off.
@@ -460,7 +460,7 @@ def without_collectives(trainer: Trainer) -> None:
 
 
 def correct_logged_hparam(owner: Any, name: str, value: int) -> None:
-    """Correct a hyperparameter for loggers: set it in the copy that `owner.save_hyperparameters` made, if there."""
+    """Correct a hyperparameter that loggers will get. Do nothing if `owner.save_hyperparameters` did not save it."""
     initial = getattr(owner, "_hparams_initial", None)
     if initial is not None and name in initial:
         initial[name] = value

@@ -371,7 +371,7 @@ DEVICE_OF = torch.ops.prim.device.default  # torch's own code asks with it for a
 
 
 def takes_scaled_gradients(optimizer: Any) -> bool:
-    """Return whether an optimizer gets scaled gradients from GradScaler, because its kernels unscale them."""
+    """Return whether an optimizer's kernels unscale gradients themselves, so that GradScaler leaves this to them."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -489,7 +489,7 @@ class SilentGroup(torch.distributed.ProcessGroup if torch.distributed.is_availab
 def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> Iterator[None]:
     """Context manager: DDP averages gradients over another process group with the same number of ranks.
 
-    DDP itself cannot switch back. This is used to end a failed backward pass, and can go once torch has an API for it.
+    DDP has no temporary switch. This is used to end a failed backward pass, and can go once torch has an API for that.
     """
     wrapper.reducer._update_process_group(group)
     try:
@@ -533,8 +533,8 @@ def has_gradient_hook(wrapper: nn.parallel.DistributedDataParallel) -> bool:
 def pretended_ranks(rank: int, world_size: int) -> Iterator[None]:
     """Context manager: this process acts as one of several ranks. Collectives return only this rank's own values.
 
-    Tensors use torch's private "fake" backend, which moves no data. Functions that exchange Python objects would fail
-    with it, so they are monkeypatched. This can go once torch has a public single-process backend.
+    Tensors use torch's private "fake" backend, which moves no data. Functions that exchange Python objects cannot
+    work with it, so they are monkeypatched. This can go once torch has a public single-process backend.
     """
     from torch import distributed  # noqa: PLC0415, may not be built in
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415, registers the backend

@@ -25,7 +25,7 @@ _ENDED: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
 
 def watched(hook: Hook, name: str = "") -> Hook:
-    """Wrap a WatchingCallback's hook so that an error in it switches the callback off. `name` is the hook's name."""
+    """Wrap a WatchingCallback's hook so that errors in it switch the callback off. `name` overrides the hook's name."""
     name = name or hook.__name__
     # Here it is not too slow to ask whether another rank has switched the callback off.
     is_rare = hasattr(Callback, name) and "batch" not in name and not name.startswith(("on_before_", "on_after_"))
@@ -92,7 +92,7 @@ class WatchingCallback(EitherCallback, Neighbour):
 
         Args:
             error: The reason.
-            notes_on: An error that is about to be raised. If given, the message is added to it as a note, not warned.
+            notes_on: An error that is about to be raised. The message is added to it as a note instead of a warning.
         """
         self.is_off = True
         why = error if isinstance(error, str) else in_one_line(error)

@@ -29,7 +29,7 @@ class HaltOnNaN(WatchingCallback):
 
     All gradients (before clipping) and the losses of all micro-batches are checked between backward and update. At a
     step with NaN or Inf (a bad step), all ranks raise `NonFiniteError` with a diagnosis. By then, weights, optimizer
-    state and buffers are restored to before the step, bit for bit. No checkpoint holds NaN or Inf.
+    state and buffers have their values from before the step, bit for bit. No checkpoint holds NaN or Inf.
 
     | logged | when |
     | --- | --- |

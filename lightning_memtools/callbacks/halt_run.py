@@ -299,7 +299,7 @@ class HaltRun:
             bad.step_path = written
 
     def _save_last_good(self, everyone: list[BadStep]) -> tuple[Path | None, str]:
-        """Write a checkpoint of the state before a bad step, if it is finite on `everyone` (all ranks). Collective."""
+        """Write a checkpoint of the state before a bad step, if it was finite on all ranks (`everyone`). Collective."""
         bad = [tensor for each in everyone for tensor in each.before]
         if bad:
             forbid_saving_on_exception(self._trainer)

@@ -26,7 +26,7 @@ class LossCurves(WatchingCallback):
     arrived, and leaves out ranks that have fewer batches or have ended.
 
     Args:
-        every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`.
+        every_n_steps: The number of training steps between two points; None for the Trainer's `log_every_n_steps`.
 
     Raises:
         ValueError: `every_n_steps` is below 1.

@@ -47,7 +47,7 @@ class MemoryMonitor(WatchingCallback):
     a point once the values of all ranks are there, and leaves out ranks that have fewer batches or have ended.
 
     Args:
-        every_n_steps: Training steps between two points; None is the Trainer's `log_every_n_steps`. Every epoch also
+        every_n_steps: Training steps between two points; None for the Trainer's `log_every_n_steps`. Every epoch also
             ends with a point, and steps 0, 1, 2, 4, 8, 16 and 32 have one.
         phases: Also log the peak and the host's time for forward, backward and optimizer step, and the time between
             batches. Reads the statistics five times in every training step. On a GPU the host's time in forward and

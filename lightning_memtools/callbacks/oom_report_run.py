@@ -61,7 +61,7 @@ def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
 
 
 def _recovery_for(trainer: Trainer, batch: Any) -> str:
-    """Return the code of an OOMRecovery that can split this batch. Return "" if none can, or if the run has one."""
+    """Return code for an OOMRecovery that can split this batch. Return "" if none can, or the run already has one."""
     module = trainer.lightning_module
     is_there = any(isinstance(one, Neighbour) and one.max_splits > 1 for one in callbacks_of(trainer))
     is_refused = why_unsupported("OOMRecovery", type(trainer.strategy)) or why_norm_prevents(norms_of(module))

@@ -53,7 +53,7 @@ class GradientExchange:
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
-        """Return a context manager for one attempt at the step. If `n_parts` > 1, DDP does not average in it."""
+        """Return a context manager for one attempt at the step. DDP averages no gradients in it if `n_parts` > 1."""
         if n_parts == 1 or self._wrapper is None:
             yield
         elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks

@@ -116,7 +116,7 @@ class StepStart:
             parameter.grad = gradient if of_parts is None else gradient.add_(of_parts)
 
     def completed(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients already include those of the whole batch, though its backward failed."""
+        """Return the parameters whose gradients already include those of the whole batch when backward failed."""
         if not self._is_whole:
             return []
         if self._step.zero_grad is not None:
