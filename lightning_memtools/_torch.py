@@ -39,8 +39,8 @@ def fake_mode() -> FakeTensorMode:
 
     The mode's own cache is disabled, because this package's `RepeatedFakes` caches operator results 10x as fast.
 
-    `copy.deepcopy` of the mode returns the mode itself. A real copy, when freed, would unregister the same operators
-    again and crash the process. This override can go once `Tensor.__deepcopy__` no longer copies a fake tensor's mode.
+    `copy.deepcopy` of the mode returns the mode itself. A real copy would unregister the same operators a second
+    time and crash the process. This override can go once `Tensor.__deepcopy__` no longer copies a fake tensor's mode.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False

@@ -67,7 +67,7 @@ class HaltRun:
     """Does the work of HaltOnNaN in one Trainer run: checks steps and evaluations, and reports NaN and Inf.
 
     Create it on every rank. Rank 0 writes the files and sends their paths to the others. No rank waits for a rank that
-    failed. `options` is the HaltOnNaN callback, whose arguments are the options.
+    failed. `options` is the HaltOnNaN callback, whose arguments configure the checks.
 
     Attributes:
         guard: Checks each training step; set once training has begun.

@@ -102,7 +102,7 @@ class MemoryEstimate:
     _retrace: Callable[[int], MemoryEstimate] = field(repr=False)
 
     def fits(self, capacity: str) -> bool:
-        """Return whether the steps fit in a capacity. When memory runs short, the allocator empties its cache.
+        """Return whether the steps fit in a capacity. If memory runs short, the allocator first empties its cache.
 
         Args:
             capacity: A size such as "24GiB", or a GPU's name such as "RTX 4090", whose CUDA context takes 500 MiB.
