@@ -34,7 +34,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a frame as a dict. The frame itself keeps no further references to the values."""
+    """Return the local variables of a frame as a dict. The frame itself keeps no extra references to the values."""
     snapshot = frame.f_locals
     variables = dict(snapshot)
     # Until Python 3.13 the frame keeps the snapshot, and with it what the function deletes later.

@@ -90,7 +90,7 @@ class OwnerNotes:
         return {stage: at for stage, (_, at) in most.items()}
 
     def _beside(self, entries: Sequence[_Entry]) -> Iterator[tuple[_Entry, list[_Note]]]:
-        """Yield (entry, notes made since the entry before it) for all entries; then an empty entry with later notes."""
+        """Yield each entry with the notes made since the previous entry. Later notes come last, with an empty entry."""
         notes = deque(self.notes)
         for entry in entries:
             passed = []

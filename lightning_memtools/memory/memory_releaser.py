@@ -182,7 +182,7 @@ class MemoryReleaser:
 
 
 def reclaimable_bytes(stats: MemoryStats) -> int:
-    """Return an upper bound of the bytes that emptying the cache could release.
+    """Return an upper bound on the bytes that emptying the cache could release.
 
     The result is the reserved memory minus the memory in use (active) and the free memory in partly used segments
     (inactive split). The allocator keeps these three counters anyway, whereas reading `memory_snapshot` would take

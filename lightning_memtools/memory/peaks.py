@@ -53,7 +53,7 @@ class PeakWindow:
         return stats
 
     def restart(self) -> None:
-        """Forget the peaks without a pause. Call `PeakCounter.fold` first, which resets the device's peaks."""
+        """Forget the peaks recorded so far. Call `PeakCounter.fold` first, which resets the device's peaks."""
         self.allocated = self.reserved = self.composition = None
 
     def close(self) -> None:

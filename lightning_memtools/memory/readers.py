@@ -150,7 +150,7 @@ def _stats_of(
     capacity: int | None,
     free: int | None,
 ) -> MemoryStats:
-    """Build a `MemoryStats`. `value` looks up, say, ("active_bytes", "peak"); `counts` are retries and OOM errors."""
+    """Build a `MemoryStats`. `value` looks up ("reserved_bytes", "peak") etc.; `counts` are retries and OOM errors."""
     return MemoryStats(
         allocated=value("allocated_bytes", "current"),
         reserved=value("reserved_bytes", "current"),

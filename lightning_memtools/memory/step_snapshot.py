@@ -26,7 +26,7 @@ class StepSnapshot:
     """Records the allocator's history during one training step, from `begin` to `end`.
 
     On a GPU every allocation is labelled "<phase> | <module>", which torch writes into the snapshot as "user_metadata".
-    In forward, <module> is the innermost module that is running; in backward, the module whose backward began last.
+    During forward, <module> is the innermost running module; during backward, the module whose backward began last.
     A VirtualDevice (a simulated device) adds such labels by itself.
     """
 

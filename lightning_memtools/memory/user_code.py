@@ -137,7 +137,7 @@ def line_of_frames(frames: Sequence[Mapping[str, Any]], *, stop_at: str = "") ->
 
 
 def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
-    """Return the innermost line of user or library code on the stack; None within autograd or an optimizer.
+    """Return the innermost line of user or library code on the stack; None if autograd or an optimizer allocates.
 
     Args:
         stop_at: A file; the search ends at the first frame in it.

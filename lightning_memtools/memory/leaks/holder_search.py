@@ -70,7 +70,7 @@ class Holding:
 
     @classmethod
     def of(cls, holder: TensorHolder, pile: Sequence[LivingTensor], *, saved_bytes: int = 0) -> Holding:
-        """Summarize the tensors `pile` that one object holds. Their autograd graphs keep `saved_bytes` alive."""
+        """Summarize the tensors `pile` that one object holds. Their autograd graphs keep another `saved_bytes`."""
         kinds, with_graph = count_by_kind(one.tensors[0] for one in pile), sum(one.has_graph for one in pile)
         is_pile = with_graph > 0 or (len(pile) > 1 and any(step.is_element for step in holder.steps))
         piles_up = is_pile and not is_expected(holder, pile)

@@ -59,7 +59,7 @@ class LeakDetector:
     * Tensors of the model and its optimizers never count, nor do tensors that no Python object holds.
     * A container's tensors count only if some were added before each of these readings and are still there. So a
       tensor that is replaced, such as the last batch, does not count.
-    * A tensor that grows counts after twice as many readings, if it makes up half of the growth of all memory.
+    * A tensor that keeps growing counts only after twice as many readings, if it makes up half of all growth.
     * Tensors in a container with a maximum size (`deque(maxlen=...)`, `lru_cache(maxsize=...)`) never count.
 
     Args:
