@@ -178,7 +178,9 @@ class OperationTrace(DispatchMode):
         backward = in_backward()
         self._note_nodes(func, backward=backward)
         taken, keys = (args, kwargs or {}), dict[int, int]()
-        if operator_schema(func).is_mutable:  # tensors that it may overwrite are copied, and known by their keys
+        # Tensors that it may overwrite are copied, and known by their keys. The schemas of some normalizations conceal
+        # that they write running statistics.
+        if operator_schema(func).is_mutable or "batch_norm" in func.name():
             taken = tree_map_only(Tensor, lambda each: self._copy(each, keys), taken)
         out = func(*args, **(kwargs or {}))
         bad = tuple(use for tensor in _tensors(out) if (use := self._use(tensor)) is not None)

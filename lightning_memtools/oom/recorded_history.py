@@ -74,5 +74,6 @@ def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
         done.allocator.malloc(failed.n_bytes, stream=failed.stream)
     except SimulatedOutOfMemory as error:
         free = format_size(max(error.free or 0, 0))
-        return False, f"only {free} would have been free for the request of {format_size(error.rounded)}"
+        asked = format_size(error.rounded)
+        return False, f"only {free} would have been free for {asked}, and memory is mapped in pages of 2 or 20 MiB"
     return True, "the request would have been served"

@@ -36,6 +36,7 @@ from lightning_memtools.memory.reachable_variables import (
 from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.state.random_state import GENERATORS, generator_state, set_generator_state
+from lightning_memtools.state.state_snapshot import restorer_of_dict
 
 # Objects whose attributes are left alone: they belong to the program, not to the model.
 _OPAQUE = (
@@ -195,8 +196,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
     """Replace the tensors in a container, and return the old content, which `undo` restores on exit."""
     content = container.copy()
     if isinstance(container, dict):
-        undo.callback(container.update, content)
-        undo.callback(container.clear)
+        undo.callback(restorer_of_dict(container))
         for key, value in content.items():
             changed = _exchanged(value, exchange)
             if changed is not value:

@@ -263,8 +263,8 @@ class KnownValues:
 
     def assume(self, what: str) -> int:
         """Count an assumption, described by `what`, for the running line of code. Return its count for that line."""
-        # The forward pass has assumed it before backward does; Lightning reads for its progress bar and for callbacks.
-        if in_backward() or calling_package() in LIGHTNING_PACKAGES:
+        # The forward pass has assumed it before backward does; Lightning and torchmetrics read to show and to check.
+        if in_backward() or calling_package() in {*LIGHTNING_PACKAGES, "torchmetrics"}:
             return 0
         text = f"{line_on_stack() or 'an unknown line'}: {what}"
         self.assumed[text] = self.assumed.get(text, 0) + 1
@@ -326,12 +326,12 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
     """Return the result of a call whose output shape depends on the values of its arguments.
 
-    If the values are unknown, `stand_in` makes some up. `what` describes this assumption for the report; "" for none.
+    If the values are unknown, `stand_in` makes some up. `what` describes this assumption for the report.
     """
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
     is_assumed = known is None or any(map(values.is_assumed, tensors))
-    if is_assumed and what:
+    if is_assumed:
         values.assume(what if known is None else "sizes follow from values that are assumed")
     with without_dispatch_modes(), torch.no_grad():
         real = known or [stand_in(tensors[0]), *map(_ones, tensors[1:])]
@@ -339,13 +339,6 @@ def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues
     if result is None:
         return NotImplemented
     return tree_map_only(Tensor, lambda one: values.new(one, tensors[0], is_assumed=is_assumed), result)
-
-
-def _counted(values: KnownValues, call: FollowedCall) -> Any:
-    minlength = call.kwargs.get("minlength", call.args[2] if len(call.args) > 2 else 0)  # noqa: PLR2004, its place
-    # Who gives a length, as torchmetrics gives the number of classes, has no larger numbers.
-    what = "" if minlength else "numbers that are counted are 0"
-    return _shaped(_zeros, what, values, call)
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
@@ -479,7 +472,7 @@ RULES: dict[str, Rule] = {
     "equal": Rule(partial(_shaped, _ones, "two tensors are equal")),
     **dict.fromkeys(("unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _DIFFER),
     "internal unique2": _DIFFER,
-    "bincount": Rule(_counted),
+    "bincount": Rule(partial(_shaped, _zeros, "numbers that are counted are 0")),
     "repeat_interleave": Rule(_repeated),
     "internal ctc_loss": Rule(_ctc_loss),
     "internal ctc_loss_backward": Rule(_ctc_loss_backward),
@@ -593,7 +586,7 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 def values_known() -> Iterator[KnownValues]:
     """Context manager: track the known values of a step's tensors, and yield them as `KnownValues`.
 
-    transformers' `is_tracing` then ignores fakes: else transformers would create masks without reading values.
+    For transformers, fakes then count as ordinary tensors: else its models would take their branches for a compiler.
     """
     around = _VALUES.get()
     if around is not None:
@@ -602,9 +595,9 @@ def values_known() -> Iterator[KnownValues]:
     token = _VALUES.set(values := KnownValues())
     patches = Patches()
     patches.replace(Tensor, "as_subclass", _of_fakes_themselves)
-    asking = sys.modules.get("transformers.masking_utils")
-    if hasattr(asking, "is_tracing"):
-        patches.replace(asking, "is_tracing", _asked_without_fakes)
+    asked = sys.modules.get("transformers.utils.import_utils")
+    if hasattr(asked, "is_fake_tensor"):  # through which its `is_tracing` asks, whoever has imported that
+        patches.replace(asked, "is_fake_tensor", lambda _original: lambda _tensor: False)
     try:
         yield values
     finally:
@@ -615,7 +608,3 @@ def values_known() -> Iterator[KnownValues]:
 def _of_fakes_themselves(as_subclass: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap `as_subclass` to return fake tensors unchanged, so that they do not become, say, torchvision Images."""
     return lambda tensor, cls: tensor if isinstance(tensor, FakeTensor) else as_subclass(tensor, cls)
-
-
-def _asked_without_fakes(is_tracing: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda tensor=None: is_tracing(None if isinstance(tensor, FakeTensor) else tensor)

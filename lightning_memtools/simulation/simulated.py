@@ -50,6 +50,16 @@ def _clone(call: Call) -> Any:
     return call.run(aten._sparse_coo_tensor_with_dims_and_tensors.default, *dimensions, *parts, **options)
 
 
+def _grouped_mm(call: Call) -> Any:
+    """Allocate the products of groups of matrices. FakeTensorMode refuses float32, which the kernels compute."""
+    left, right, *more = call.args
+    n_groups = [] if left.dim() != right.dim() else [len(left) if left.dim() > 2 else len(more[0])]  # noqa: PLR2004
+    shape, step = [*n_groups, left.shape[-2], right.shape[-1]], 16 // left.element_size()
+    width = -(-shape[-1] // step) * step  # rows begin at multiples of 16 bytes
+    strides = [shape[-2] * width, width, 1][-len(shape) :]
+    return call.run(aten.empty_strided.default, shape, strides, dtype=left.dtype, device=left.device)
+
+
 def _skip(call: Call) -> Any:
     """Skip an in-place foreach operator, since it has no effect on fakes. This halves the time of optimizer steps.
 
@@ -68,6 +78,7 @@ _PACKETS = [getattr(aten, f"_foreach_{name}_") for name in _IN_PLACE]
 # Of operators that make other tensors of fakes than of real tensors, whatever device is simulated.
 _FAKE_RULES: dict[Any, Rule] = {
     aten.clone.default: _clone,
+    aten._grouped_mm.default: _grouped_mm,
     **{getattr(one, name): _skip for one in _PACKETS for name in one.overloads()},
 }
 

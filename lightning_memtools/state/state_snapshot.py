@@ -137,20 +137,8 @@ class StateSnapshot:
         return [grad]
 
     def _record_dict(self, container: dict[Any, Any]) -> list[Any]:
-        # The methods of the base class: those of a derived class may do more than to read and write.
-        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-        items = list(base.items(container))
-
-        def restore() -> None:
-            now = list(base.items(container))
-            if len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True)):
-                return
-            base.clear(container)
-            for key, value in items:
-                base.__setitem__(container, key, value)
-
-        self._restorers.append(restore)
-        return _walked([value for _, value in items])
+        self._restorers.append(restorer_of_dict(container))
+        return _walked(list(dict.values(container)))
 
     def _record_sequence(self, container: Any) -> list[Any]:
         items = list(container)
@@ -196,6 +184,23 @@ class StateSnapshot:
             self._restorers.append(lambda: _set_slots(value, slots))
             referred += slots.values()
         return referred
+
+
+def restorer_of_dict(container: dict[Any, Any]) -> Callable[[], None]:
+    """Return a function that restores a dict's present items. It does not write to a dict that still has them."""
+    # The methods of the base class: those of a derived class may do more than to read and write, or refuse.
+    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+    items = list(base.items(container))
+
+    def restore() -> None:
+        now = list(base.items(container))
+        if len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True)):
+            return
+        base.clear(container)
+        for key, value in items:
+            base.__setitem__(container, key, value)
+
+    return restore
 
 
 _LONG = 10_000
