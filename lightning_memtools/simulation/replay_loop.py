@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Undo the changes to a module that had no Trainer before. Use it only if no optimizers were passed."""
+        """Undo the changes to a module that had no Trainer before. Not for a ReplayLoop created with `optimizers`."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():

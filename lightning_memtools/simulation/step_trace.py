@@ -198,7 +198,7 @@ class StepTrace(FakeBatches):
         return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
     def _index(self) -> int:
-        """Return the index to run the batch at: its own, or the next one at which an optimizer step ends."""
+        """Return the index to run the batch at: the first from its own index on that ends an optimizer step."""
         per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
@@ -265,7 +265,7 @@ def _workspace_of_cuda() -> int:
 
 
 def _scalar_of(forward: Forward, model: nn.Module, batch: Any) -> Tensor | None:
-    """Return the scalar to call backward on: the loss, or the sum of all outputs; None if none needs a gradient."""
+    """Return the scalar to call backward on: the loss, or the sum of all outputs; None without gradients."""
     tensors = [one for one in tensors_in(forward(model, batch)) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

@@ -51,7 +51,7 @@ class StepRequest:
         trainer: The Trainer of the run that the step is taken from; None if there is none.
         cuda: True to allocate what CUDA kernels allocate; False for CPU kernels.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: The GPU's memory size, or its name. Kernels of the named GPU are simulated, otherwise of an A100.
+        capacity: The GPU's memory size, or its name. A name also selects the GPU's kernels; otherwise, an A100's.
     """
 
     model: nn.Module
@@ -168,7 +168,7 @@ def _count_parameters(model: nn.Module, result: Traced) -> None:
 
 
 def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parameter]) -> Any:
-    """Return optimizers for the fake `parameters`: copies of `given`, or what `given`, a class or function, makes.
+    """Return optimizers for the fake `parameters`: copies of those in `given`, or made by calling `given`.
 
     Raises:
         TypeError: The function returns something other than an optimizer.
