@@ -62,8 +62,8 @@ class _Recipe:
 
     Attributes:
         inputs: The input, weights and bias of the linear layer.
-        source: The layer's input, reshaped as the logits have been since. Its features take the classes' dimension.
-        class_dim: The index of the dimension of the classes.
+        source: The layer's input, with all changes of shape that were applied to the logits.
+        class_dim: The index of the class dimension.
         dtypes: The dtype that the layer computes in, and the dtype of the logits.
         head: The object that replaces the layer's forward, and is told if the logits are read or go into a loss.
         version: The version counter of the layer's weights when the layer was called.

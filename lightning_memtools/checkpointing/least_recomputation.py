@@ -198,7 +198,7 @@ class LeastRecomputation:
         return _Choice(at + 1, is_again=False, kept=kept, peak=round(peak / self._slot), cost=0.0)
 
     def _running_again(self, start: int, stops: set[int]) -> Iterator[_Choice]:
-        """For each index in `stops`, yield the choice to recompute the units from `start` to it (exclusive)."""
+        """For each index in `stops`, yield the choice to recompute the units from `start` up to that index."""
         entry = self._units[start].forward_peak - self._kept_before[start]
         given = self._units[start].input
         seen = {*given}

@@ -114,7 +114,7 @@ class StepPlanner:
 
         Args:
             options: What to recompute, and the memory budget.
-            nearest: If the budget is a fraction and no plan fits, return the plan with the lowest peak, do not raise.
+            nearest: If the budget is a fraction and no plan fits, return the plan with the lowest peak; do not raise.
 
         Raises:
             ValueError: A pattern matches no module, or no plan fits the budget (`BudgetTooSmallError`).
@@ -142,7 +142,7 @@ class StepPlanner:
 
     @cached_property
     def in_chunks(self) -> LossInChunks | None:
-        """The memory saved by computing the loss in chunks; None if the loss is no cross-entropy of a linear layer."""
+        """The memory saved by computing the loss in chunks; None if no linear layer feeds a cross-entropy."""
         # The user's step may do anything with logits that are not there; what is wrong with it is found later.
         with suppress(Exception):
             return loss_in_chunks(self._step)
@@ -193,7 +193,7 @@ def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, 
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
-    """Return the memory and operations that a step needs with these plans applied. `plans` may be empty."""
+    """Return the memory and operations of a step with `plans` applied, and with the loss of `heads` in chunks."""
     with _cost_of_plans(step, heads, {}) as cost_of:
         return cost_of(tuple(plans))
 
@@ -217,7 +217,7 @@ class _PlanSearch:
     cost_of: _CostOf
 
     def plan(self, *, nearest: bool) -> CheckpointPlan:
-        """Return the best plan. If none fits the budget, return the smallest plan if `nearest`, or else raise."""
+        """Return the best plan. If no plan fits, return the plan with the lowest peak (if `nearest`) or raise."""
         if self.options.segments is not None:
             return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
         limit = self.options.limit(self.plain)
@@ -244,7 +244,7 @@ class _PlanSearch:
         return self._plan((), reason)
 
     def _lowest_product(self, least: LeastRecomputation) -> _Chains:
-        """Trace the best candidates of `least`. Return that with the lowest activation memory times operations."""
+        """Trace the best plans of `least`, and return the plan whose activation memory times operations is lowest."""
         most = MOST_OPERATIONS * self.plain.operations
 
         def product(peak: int, operations: int) -> int:
@@ -268,7 +268,7 @@ class _PlanSearch:
         return best
 
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
-        """Return the cheapest plan within `limit`. If none fits, return the smallest if `nearest`, or else raise."""
+        """Return the cheapest plan within `limit`. If none fits, raise, or if `nearest`, return the smallest plan."""
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):

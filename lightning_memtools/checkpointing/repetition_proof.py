@@ -38,7 +38,7 @@ def layer_that_differs(
 
     Outputs and tensors saved for backward are compared by hashes of all their bits. Only the hashes are kept, so this
     needs no more memory than one forward pass of the layers without gradients. Random generators, buffers and running
-    statistics are left as they were. Waits for the device.
+    statistics are left as they were. Waits for the device. For the arguments, see `exact_recomputation.recomputed`.
     """
     seen: list[list[tuple[int, str, Tensor]]] = []
     for _ in range(2):
@@ -154,7 +154,7 @@ def _shown(tensor: Tensor) -> str:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's values. Tensors that differ in any bit (almost certainly) have different hashes.
 
-    Each 8 bytes are multiplied by a fixed random odd number and summed up modulo 2^64 (multilinear hashing, Carter and
+    Each 8 bytes are multiplied by a fixed random odd number and summed modulo 2^64 (multilinear hashing, Carter and
     Wegman 1979). If a single element changes, so does the hash. It depends on the order of elements, unlike that of
     `torch.hash_tensor`. The hash is 0 for tensors whose values cannot be read.
     """

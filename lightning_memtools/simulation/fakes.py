@@ -122,7 +122,7 @@ class TensorExchange:
 
 @contextmanager
 def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
-    """Context manager: replace all tensors reachable from `roots` with stand-ins. Restore everything on exit.
+    """Context manager: replace all tensors reachable from `roots` with results of `exchange`. Restore them on exit.
 
     The search does not enter objects that only have ``__slots__``, optimizers (see `copy_optimizer`), or closures,
     except for the closures of modules' hooks.

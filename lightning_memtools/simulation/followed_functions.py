@@ -29,11 +29,11 @@ _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.
 
 
 def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return replacements for functions that read tensor values, such as `Tensor.tolist`, so that they accept fakes.
+    """Return replacements for functions that read tensor values, such as `Tensor.tolist`, that accept fake tensors.
 
     Args:
         values: The values of fake tensors, as far as they are known.
-        replaced: Functions already replaced, with their replacements, which the new ones call.
+        replaced: Functions that are already replaced, mapped to their replacements, which are called in their place.
     """
 
     def reader(original: Any, read: Any) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ class FollowedValues(TorchFunctionMode):
         return out
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Store the values of a call's result `out`, if known. Forget a tensor that it changed in unknown ways."""
+        """Store the values of the result `out` if they can be computed. If not, forget those of tensors written to."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name if name in RULES else name.strip("_")

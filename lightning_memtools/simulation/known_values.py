@@ -49,7 +49,7 @@ _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
 class _Twin(NamedTuple):
-    """The values of a fake storage, kept in real host memory, and whether any of them were assumed."""
+    """The values of a fake tensor's storage, kept in host memory, and whether any of these values were assumed."""
 
     of: Any
     values: torch.UntypedStorage
@@ -57,7 +57,7 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """A call of a torch operator or function on fake tensors. Repeating it on real tensors gives the values.
+    """A call of a torch operator or function on fake tensors. Repeating the call on real tensors gives the values.
 
     Attributes:
         name: The name without a namespace: "index" for an operator, "__getitem__" for a function.
@@ -79,7 +79,7 @@ class KnownValues:
     """Keeps the known values of tensors without data, such as fakes, in host memory. Views share their values.
 
     Attributes:
-        assumed: Maps each assumption about unknown values, as "line of code: assumption", to the number of times made.
+        assumed: For each assumption about unknown values ("line of code: assumption"), how many times it was made.
     """
 
     def __init__(self) -> None:

@@ -61,8 +61,8 @@ class AllocationRecorder(DeviceListener):
         allocations: All allocations, by the id that the allocator gave the block.
         allocated: Bytes allocated after each event.
         marks: The first event of each phase: (event, step, phase).
-        lines: A context manager that records which line of code made each optimizer. Enter it with the device.
-        stop_at: The name of a file. The search up the stack for a line of the user's code stops there.
+        lines: A context manager that records which line of code made each optimizer. Enter it while the steps run.
+        stop_at: A file name. The search up the stack for the line that allocates ends at the first frame in this file.
     """
 
     def __init__(self, allocator: CachingAllocator, stop_at: str = "") -> None:

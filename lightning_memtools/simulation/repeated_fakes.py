@@ -55,7 +55,7 @@ _IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Mode that speeds up fake tensors: it caches the shape of each operator's result, for later calls like it.
+    """Mode that speeds up fake tensors: a repeated call gets a fake result with the shape cached from an earlier call.
 
     Enter it right after a FakeTensorMode. It handles operators that return new tensors or change only their first
     argument. Operators that change other arguments or depend on values are left to the FakeTensorMode.
@@ -118,7 +118,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return the result `out`, made contiguous if it holds images of one pixel from an elementwise operator.
+        """Return an operator's result, but if it is elementwise and the images have one pixel, make it contiguous.
 
         Real kernels return such images contiguous (TensorIterator.cpp). If they had channels-last strides, an
         operator that enlarges them would also return a channels-last tensor.

@@ -53,7 +53,7 @@ def _clone(call: Call) -> Any:
 def _skip(call: Call) -> Any:
     """Skip an in-place foreach operator, since it has no effect on fakes. This halves the time of optimizer steps.
 
-    Operators on step counters are not skipped: these fake tensors have values, which the optimizer needs.
+    Operators on step counters are not skipped, since the optimizer needs the values of the counters.
     """
     tensors = call.args[0]
     is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None

@@ -51,7 +51,7 @@ class StepRequest:
         trainer: The Trainer of the run that the step is taken from; None if there is none.
         cuda: True to allocate what CUDA kernels allocate; False for CPU kernels.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: The GPU's memory size, or its name. A name also selects the GPU's kernels; otherwise, an A100's.
+        capacity: The GPU's memory size, or its name. Without a name, the kernels of an A100 are simulated.
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a copy of the batch: fake CPU tensors of the same shapes, with the values tracked where known."""
+        """Return a copy of the batch: fake CPU tensors of the same shapes. Known values are still tracked."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 
