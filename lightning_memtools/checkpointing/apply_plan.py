@@ -36,7 +36,7 @@ class ChainPlan:
 
     Attributes:
         name: The qualified name of the Sequential or module.
-        layers: The qualified names of its layers.
+        layers: The qualified names of all its layers, also of those that are not recomputed.
         ranges: The ranges of consecutive layers that are recomputed. All other layers run as usual.
         is_module: True for a module that is not a Sequential. `layers` then contains only the module itself.
     """

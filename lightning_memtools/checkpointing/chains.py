@@ -26,7 +26,7 @@ class Chain:
 
     Attributes:
         name: The Sequential's qualified name in the model; "" for the model itself.
-        layers: The qualified names of its layers; nested plain Sequentials are replaced by their layers.
+        layers: The qualified names of its layers; a plain Sequential among them is replaced by its own layers.
         outside: For each layer (by index) that must not be recomputed, the reason.
         is_module: True for a module that is not a Sequential. `layers` then contains only the module itself.
     """
