@@ -32,13 +32,13 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
-    """The part of a checkpointing plan that is about one Sequential or one other module.
+    """The layers that a checkpointing plan recomputes in one Sequential, or one other module as a whole.
 
     Attributes:
         name: The qualified name of the Sequential or module.
-        layers: The qualified names of its layers.
+        layers: The qualified names of all its layers, also of those that are not recomputed.
         ranges: The ranges of consecutive layers that are recomputed. All other layers run as usual.
-        is_module: True if it is not a Sequential but a module with its own forward. It counts as its only layer.
+        is_module: True for a module that is not a Sequential. `layers` then contains only the module itself.
     """
 
     name: str
@@ -145,7 +145,7 @@ class _PlannedForward:
         return value
 
     def _recompute(self, which: Range, calls: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the layers of a range in sequence, and again in backward. The first layer gets `args` and `kwargs`."""
+        """Run the layers in `which`, and run them again in backward. `calls` has one function for each layer."""
         layers, names = self._layers[which.start : which.stop], self._plan.layers[which.start : which.stop]
         norms: list[nn.Module] = [
             part for of_layer in self._norms[which.start : which.stop] for part in of_layer if updates_statistics(part)
@@ -182,7 +182,7 @@ class _PlannedForward:
 def _plain_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's `__dict__` without what the plan added, so that copies and pickles hold the original.
 
-    pickle, torch.save, copy.copy and copy.deepcopy all call `__getstate__` of the object, not of its class.
+    The plan sets this function as `__getstate__` of the module, where pickle and copy.deepcopy call it.
     """
     state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
     return {key: value for key, value in state.items() if key not in {"forward", "__getstate__"}}
@@ -199,7 +199,7 @@ def _plain_module(model: nn.Module, name: str) -> nn.Module:
 
 
 def _flat_layers(chain: Any, known: set[int]) -> Iterator[nn.Module]:
-    """Yield the layers of a Sequential. Nested Sequentials are flattened, unless their id is in `known`."""
+    """Yield the layers of a Sequential, and of Sequentials inside it unless `known` contains their ids."""
     for child in chain:
         if id(child) in known or not isinstance(child, nn.Sequential):
             yield child

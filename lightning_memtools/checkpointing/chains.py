@@ -26,9 +26,9 @@ class Chain:
 
     Attributes:
         name: The Sequential's qualified name in the model; "" for the model itself.
-        layers: The qualified names of its layers; nested plain Sequentials are replaced by their layers.
+        layers: The qualified names of its layers; a plain Sequential among them is replaced by its own layers.
         outside: For each layer (by index) that must not be recomputed, the reason.
-        is_module: True if it is not a Sequential but a module with its own forward. It counts as its only layer.
+        is_module: True for a module that is not a Sequential. `layers` then contains only the module itself.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Chain:
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward that a module's class defines, ready to call, even if the module itself has another."""
+    """Return the forward that a module's class defines, ready to call, even if the instance overrides it."""
     own = getattr_static(type(module), "forward")
     return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
 
 
 def passes_through(module: nn.Module, *, trained: bool) -> bool:
-    """Return True if a call should not be recomputed: without gradients, in eval mode, or while being compiled.
+    """Return True if a module must not be recomputed now: without gradients, in eval mode, or during compilation.
 
-    `trained` is the value of `module.training` when the plan was applied. If False, eval mode makes no difference.
+    `trained` says whether the module was in training mode when the plan was applied. If not, eval mode is ignored.
     """
     return (
         not torch.is_grad_enabled()
@@ -91,9 +91,9 @@ def find_chains(model: nn.Module, options: CheckpointOptions) -> list[Chain]:
 def find_modules(model: nn.Module, chains: Sequence[Chain], options: CheckpointOptions) -> list[Chain]:
     """Return the modules that can be recomputed as a whole, each as a Chain of one layer. Skip layers of `chains`.
 
-    These are modules with their own forward, such as blocks in a ModuleList and modules inside them. Modules that
-    FSDP 2 shards are among them, since recomputing one gathers its parameters again. Only a trace of a step shows
-    whether a module runs at all, and whether it may run twice.
+    Examples are the blocks in a ModuleList, and the modules inside these blocks. Modules sharded by FSDP 2 are
+    included, because their parameters are gathered again for recomputation. Whether a module runs at all, and
+    whether it may run twice, is only known after tracing a step.
     """
     names = _Names(model, options)
     known = {layer for chain in chains for at, layer in enumerate(chain.layers) if chain.outside.get(at) != _SHARDED}
@@ -127,7 +127,7 @@ class _Names:
         self._bn_dropout = options.bn_dropout
 
     def outside(self, layers: Sequence[str], *, is_module: bool = False) -> dict[int, str]:
-        """Return a mapping from the index of each layer that must not be recomputed to the reason."""
+        """Return {index: reason} for layers that must not be recomputed. `is_module` permits sharding by FSDP."""
         reasons = {at: self._why_outside(path, is_module=is_module) for at, path in enumerate(layers)}
         return {at: reason for at, reason in reasons.items() if reason is not None}
 

@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """Raised if the options do not suit the model. Has its own class, so that training_step's errors are not caught."""
+    """Raised if the options do not suit the model. Code that catches it does not catch errors of training_step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class CheckpointOptions:
     Attributes:
         segments: The number of chunks that each Sequential is cut into; None to choose freely what to recompute.
         budget_share: The limit on activation memory, as a fraction of its size without a plan; None for no limit.
-        budget_bytes: The highest allowed peak, in bytes; None for no limit.
+        budget_bytes: The highest allowed peak of memory, in bytes; None for no limit.
         bn_dropout: "skip" to never recompute BatchNorm and Dropout layers of a Sequential, or "recompute" to allow it.
         include: Name patterns of the modules that may be recomputed; None for all modules.
         exclude: Name patterns of modules that are never recomputed.

@@ -16,8 +16,8 @@ _LEAST_ROWS = 256  # fewer leave a GPU idle
 def chunk_rows(width: int) -> int:
     """Return the number of rows per chunk for a linear layer with `width` inputs.
 
-    The logits of a chunk take half as much memory as the weights, and with their probabilities as much. With smaller
-    chunks, the weights and their gradient would be read and written too often.
+    The logits of a chunk take half as much memory as the layer's weights. Smaller chunks would be slow, since the
+    weights are read, and their gradient is written, once per chunk.
     """
     return max(width // 2, _LEAST_ROWS)
 
@@ -72,7 +72,7 @@ class ChunkedCrossEntropy:
     def run(
         self, inputs: Sequence[Any], upstream: Tensor | None = None, needed: Sequence[bool] = ()
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss and, if `upstream` (the gradient of the loss) is given, the gradients of `needed` inputs."""
+        """Return the loss. If its gradient `upstream` is given, also return gradients of inputs flagged in `needed`."""
         source, weight, bias = inputs
         losses: list[Tensor] = []
         gradients = [
@@ -103,8 +103,8 @@ class ChunkedCrossEntropy:
     def _with_gradient(self, logits: Tensor, target: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each row, and the gradient of the logits. This takes half the memory that torch needs.
 
-        With label smoothing e, the target is e / classes for every class, plus 1 - e for the right class, both times
-        the class weight. The gradient is the probabilities times the sum of the targets, minus the targets.
+        The gradient is computed as softmax(logits) * sum(targets) - targets, times `upstream`. The targets include
+        label smoothing and class weights.
         """
         with torch.enable_grad():
             changed = logits.requires_grad_()

@@ -62,15 +62,15 @@ class _Recipe:
 
     Attributes:
         inputs: The input, weights and bias of the linear layer.
-        source: The layer's input, reshaped like the logits, but with the input features in place of the classes.
-        class_dim: The index of the dimension of the classes.
+        source: The layer's input, with all changes of shape that were applied to the logits.
+        class_dim: The index of the class dimension.
         dtypes: The dtype that the layer computes in, and the dtype of the logits.
         head: The object that replaces the layer's forward, and is told if the logits are read or go into a loss.
         version: The version counter of the layer's weights when the layer was called.
         autocast: Whether autocast was on when the layer was called, and its dtype.
         steps: The elementwise operations applied to the layer's output so far.
-        parent: The recipe for the logits before the last operation; None if these are the layer's own output.
-        change: The last operation, which computes these logits from those of `parent`.
+        parent: The recipe for the logits before the last operation; None if there was no operation yet.
+        change: The last operation, which is applied to the logits of `parent`; None if there was none.
         real: The computed logits; None while they are still deferred.
     """
 
@@ -173,13 +173,13 @@ def _asks_for_no_values(func: Any) -> bool:
 def _is_our_own(hook: Any) -> bool:
     """Return True if a gradient hook comes from this package. Such hooks only record when a layer's backward begins.
 
-    Unlike a user's hook, they may be left out where the logits are never computed and so have no gradient.
+    Logits that are never computed get no gradient. These hooks may then be skipped, but a user's hooks may not.
     """
     return str(getattr(hook, "func", hook).__module__).startswith(__name__.partition(".")[0])
 
 
 def _read(values: Any, func: Any) -> Any:
-    """Return arguments of `func`, with all deferred logits in them (also in lists or dicts) computed."""
+    """Return the arguments `values` of `func`, with deferred logits (also in lists and dicts) replaced by real ones."""
     if isinstance(values, DeferredLogits):
         recipe = values.recipe
         if not recipe.is_real:
@@ -231,7 +231,7 @@ def _loss(recipe: _Recipe, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _viewed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the view that `func` makes, still deferred; None if its rows may not contain all classes."""
+    """Apply a view function to deferred logits, and return deferred logits; None unless rows keep all classes."""
     source, dim, last = recipe.source, recipe.class_dim, recipe.source.dim() - 1
     if func in _RESHAPES:
         made = func(torch.empty(recipe.shape, dtype=recipe.dtypes[1], device="meta"), *args, **kwargs)
@@ -272,7 +272,7 @@ def _leaves_last_whole(index: Any, n_dims: int) -> bool:
 
 
 def _changed(recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply an elementwise function to deferred logits, and return deferred logits, or the string of `type()`.
+    """Apply an elementwise function to deferred logits. Return deferred logits, or a string for `logits.type()`.
 
     Return None if the result would not be floating-point, or would be on another device.
     """

@@ -65,7 +65,7 @@ def statistics_untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Context manager: let modules update copies of their running statistics, so that the originals do not change.
 
     Outputs are not affected, since a batch in training is normalized by its own statistics. Setting momentum to 0
-    would not do instead: an infinite activation would give 0 * inf = NaN.
+    instead would not be safe: for an infinite activation, 0 * inf would turn the statistics into NaN.
     """
     originals: list[tuple[nn.Module, dict[str, Tensor]]] = []
     try:

@@ -34,11 +34,11 @@ class StepParts:
     """The parts of a training step that may run twice: consecutive layers of a Sequential, and whole modules.
 
     Attributes:
-        spans: Each span of units that may run twice, mapped to the index of its chain and the range of its layers.
+        step: The step, cut into units: the parts of the forward pass between boundaries of layers.
+        chains: The Sequentials of the model, and the other modules that can be recomputed as a whole.
+        rows: For each chain in `chains`, its groups of consecutive layers that may all run twice.
+        spans: The spans (ranges of units) that may run twice, each with the index of its chain and the range of layers.
         left_out: For each layer (by name) that may not run twice, the reason.
-        chains: The Sequentials and modules ("chains") whose layers could be recomputed.
-        rows: For each chain, its groups of consecutive layers that may all run twice.
-        step: The step, cut into units: stretches of the forward pass between layer boundaries.
     """
 
     spans: dict[Span, tuple[int, Range]]
@@ -69,7 +69,7 @@ class StepParts:
         return parts
 
     def chunks(self, segments: int) -> tuple[ChainPlan, ...]:
-        """Cut each outermost Sequential into equal chunks, and return plans that recompute all but the last chunk.
+        """Cut each outermost Sequential into `segments` equal chunks. Return plans to recompute all but the last chunk.
 
         As in `torch.utils.checkpoint.checkpoint_sequential`, the last chunk runs as usual, since backward would
         recompute it at once. Layers that may not run twice are left out.
@@ -183,7 +183,7 @@ class LeastRecomputation:
         return self._parts.plans(spans)
 
     def _costs(self, choice: _Choice) -> np.ndarray:
-        """Return the fewest extra operations from this choice to the end, for each amount of memory still free."""
+        """Return, for each amount of free memory, the fewest extra operations for this choice and all later units."""
         costs = np.full(_SLOTS + 1, _INFINITE)
         first = max(choice.kept, choice.peak)
         if first <= _SLOTS:
@@ -198,7 +198,7 @@ class LeastRecomputation:
         return _Choice(at + 1, is_again=False, kept=kept, peak=round(peak / self._slot), cost=0.0)
 
     def _running_again(self, start: int, stops: set[int]) -> Iterator[_Choice]:
-        """Yield choices that run units again in backward: those from `start` to each index in `stops`."""
+        """For each index in `stops`, yield the choice to recompute the units from `start` up to that index."""
         entry = self._units[start].forward_peak - self._kept_before[start]
         given = self._units[start].input
         seen = {*given}

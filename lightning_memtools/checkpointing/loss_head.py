@@ -69,7 +69,7 @@ class DeferredHead:
         self._warns = warns
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002, Linear's own name, which callers may use
-        """Return a tensor that is computed when it is read; the ordinary output if the layer runs as usual."""
+        """Return an output that is computed only when read. If `is_off`, or in eval mode, compute it at once."""
         if self.is_off or passes_through(self._module, trained=self._trained):
             out: Tensor = forward_of_class(self._module)(input)
             return out

@@ -16,9 +16,9 @@ class LossInChunks:
 
     Attributes:
         names: The names of the linear layers whose output only cross-entropy reads.
-        logits: The number of predictions, the number of classes, and the bytes of one copy of the largest logits.
-        chunk_rows: The number of rows of these logits in a chunk.
-        read_by: A function that reads these logits, so that chunks are impossible for them; "" if there is none.
+        logits: For the largest logits: the number of predictions, the number of classes, and the bytes of a copy.
+        chunk_rows: The number of rows of the largest logits that are computed at a time.
+        read_by: The function that reads the largest logits and so rules out chunks; "" if only cross-entropy does.
         plain: The memory and operations of the step as it is.
         cost: The memory and operations with the loss in chunks.
     """

@@ -96,9 +96,9 @@ def plan_checkpoints(
 
 
 class StepPlanner:
-    """Makes checkpoint plans for one training step. Reuses measurements for plans with other options.
+    """Makes checkpoint plans for one training step.
 
-    The step must not change between plans.
+    Measurements of the step are reused by later plans, so the step must not change between plans.
 
     Args:
         step: The training step, as it can be traced on fake tensors.
@@ -110,11 +110,11 @@ class StepPlanner:
         self._costs: dict[tuple[str, ...], dict[_Chains, StepCost]] = {}
 
     def plan(self, options: CheckpointOptions, *, nearest: bool = False) -> CheckpointPlan:
-        """Return the plan for these options, which are those of `plan_checkpoints`.
+        """Return the best plan for these options, as `plan_checkpoints` does.
 
         Args:
             options: What to recompute, and the memory budget.
-            nearest: If no plan fits a budget that is a fraction, return the plan with the lowest peak; do not raise.
+            nearest: If the budget is a fraction and no plan fits, return the plan with the lowest peak; do not raise.
 
         Raises:
             ValueError: A pattern matches no module, or no plan fits the budget (`BudgetTooSmallError`).
@@ -142,14 +142,14 @@ class StepPlanner:
 
     @cached_property
     def in_chunks(self) -> LossInChunks | None:
-        """The saving by computing the loss in chunks; None if no linear layer's output goes into a cross-entropy."""
+        """The memory saved by computing the loss in chunks; None if no linear layer feeds a cross-entropy."""
         # The user's step may do anything with logits that are not there; what is wrong with it is found later.
         with suppress(Exception):
             return loss_in_chunks(self._step)
         return None
 
     def _best(self, options: CheckpointOptions, loss: LossInChunks | None, *, nearest: bool) -> CheckpointPlan:
-        """Return the best plan for these options. If `loss` is given, the plan computes the loss in chunks."""
+        """Return the best plan, with the loss in chunks if `loss` is given. For `nearest`, see `plan`."""
         heads = () if loss is None else loss.names
         options = replace(options, exclude=(*options.exclude, *heads))
         chains = find_chains(self._step.model, options)
@@ -161,7 +161,7 @@ class StepPlanner:
             return _PlanSearch(options, plain, start, StepParts.of(units, chains), cost_of).plan(nearest=nearest)
 
     def _units(self, chains: Sequence[Chain], loss: LossInChunks | None) -> StepUnits:
-        """Return the step cut into units at the boundaries of layers, each measured. Cached for the same chains."""
+        """Cut the step into units at the layers of `chains`, and measure each unit. The result is cached."""
         heads, cost = ((), None) if loss is None else (loss.names, loss.cost)
         key = heads, *((chain.name, chain.layers) for chain in chains)
         if key not in self._measured:
@@ -193,7 +193,7 @@ def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, 
 
 
 def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
-    """Return the memory and operations that a step needs with these plans applied. `plans` may be empty."""
+    """Return the memory and operations of a step with `plans` applied, and with the loss of `heads` in chunks."""
     with _cost_of_plans(step, heads, {}) as cost_of:
         return cost_of(tuple(plans))
 
@@ -217,7 +217,7 @@ class _PlanSearch:
     cost_of: _CostOf
 
     def plan(self, *, nearest: bool) -> CheckpointPlan:
-        """Return the best plan. If no plan is worth its cost, return one that recomputes nothing and says why."""
+        """Return the best plan. If no plan fits, return the plan with the lowest peak (if `nearest`) or raise."""
         if self.options.segments is not None:
             return self._or_refused(self.parts.chunks(self.options.segments), 0.0)
         limit = self.options.limit(self.plain)
@@ -230,11 +230,11 @@ class _PlanSearch:
         return self._or_refused(self._lowest_product(least), _LEAST_SAVING)
 
     def _plan(self, chains: _Chains, refused: str | None = None) -> CheckpointPlan:
-        """Trace the step with these parts recomputed, and return the plan with the measured cost."""
+        """Return a plan to recompute `chains`, with its traced cost. `refused` is the reason if `chains` is empty."""
         return CheckpointPlan(chains, self.plain, self.cost_of(chains), refused, left_out=self.parts.left_out)
 
     def _or_refused(self, chains: _Chains, least_saving: float) -> CheckpointPlan:
-        """Return the plan for `chains`. If it saves less than the fraction `least_saving`, recompute nothing."""
+        """Return a plan to recompute `chains`, or nothing if that saves less than the fraction `least_saving`."""
         plan = self._plan(chains)
         if chains and plan.peak_bytes < self.start.peak_bytes * (1 - least_saving):
             return plan
@@ -244,7 +244,7 @@ class _PlanSearch:
         return self._plan((), reason)
 
     def _lowest_product(self, least: LeastRecomputation) -> _Chains:
-        """Trace the most promising plans, and return the one whose activation memory times operations is lowest."""
+        """Trace the best plans of `least`, and return the plan whose activation memory times operations is lowest."""
         most = MOST_OPERATIONS * self.plain.operations
 
         def product(peak: int, operations: int) -> int:
@@ -268,7 +268,7 @@ class _PlanSearch:
         return best
 
     def _fitting(self, limit: int, least: LeastRecomputation, *, nearest: bool) -> CheckpointPlan:
-        """Return the plan with the least recomputation within `limit`. If none fits, raise or return the `nearest`."""
+        """Return the cheapest plan within `limit`. If none fits, raise, or if `nearest`, return the smallest plan."""
         aim = float(limit)
         tried: list[CheckpointPlan] = []
         for attempt in range(_MOST_ATTEMPTS):

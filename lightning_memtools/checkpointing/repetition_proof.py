@@ -34,11 +34,11 @@ class RecomputationDiffersWarning(DegradedWarning):
 def layer_that_differs(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[int, str] | None:
-    """Run layers twice. Return the index of the first layer whose values differ, and how; None if they are equal.
+    """Run layers twice. Return the index of the first layer whose values differ, and a description; None if equal.
 
     Outputs and tensors saved for backward are compared by hashes of all their bits. Only the hashes are kept, so this
     needs no more memory than one forward pass of the layers without gradients. Random generators, buffers and running
-    statistics are left as they were. Waits for the device.
+    statistics are left as they were. Waits for the device. For the arguments, see `exact_recomputation.recomputed`.
     """
     seen: list[list[tuple[int, str, Tensor]]] = []
     for _ in range(2):
@@ -66,9 +66,9 @@ def holds_fake_tensors(value: Any) -> bool:
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
-    """Run layers, and return two lists: one of the tensors they return or save, one of the buffers they change.
+    """Run layers. Return a list of the tensors that they return or save, and a list of the buffers that they change.
 
-    The first has the form (layer index, description, hash of the values), the second (layer index, description).
+    Entries are (layer index, description, hash of the values) for tensors, and (layer index, description) for buffers.
     """
     prints: list[tuple[int, str, Tensor]] = []
     at = 0
@@ -98,7 +98,7 @@ def _fingerprints_of(
 
 
 def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
-    """Return True if a tensor may be the seed or offset of GPU attention's dropout. Without dropout, it is undefined.
+    """Return True if a tensor may be the dropout seed or offset of GPU attention. Its value may be undefined.
 
     Source: `_efficient_attention_forward` in aten/src/ATen/native/transformers/cuda/attention.cu.
     """
@@ -109,14 +109,14 @@ def _is_seed(tensor: Tensor, layer: nn.Module) -> bool:
 def _is_reserve(tensor: Tensor, layer: nn.Module) -> bool:
     """Return True if a tensor is the reserve space of an RNN layer (cuDNN or oneDNN), which is partly uninitialized.
 
-    It is therefore not compared between runs; the output of the layer is.
+    The reserve space is therefore not compared between runs, but the output of the layer is compared.
     """
     return tensor.dtype == torch.uint8 and any(isinstance(part, nn.RNNBase) for part in layer.modules())
 
 
 @contextmanager
 def _buffers_restored(layers: Sequence[nn.Module], norms: Sequence[nn.Module]) -> Iterator[list[tuple[int, str]]]:
-    """Context manager: restore buffers, except those of `norms`, and list the layers that changed any of them."""
+    """Context manager: yield a list. On exit, restore all buffers (except of `norms`) and list those that changed."""
     skipped = set(map(id, norms))
     before = [
         (at, part, name, tensor, tensor.clone())
@@ -154,7 +154,7 @@ def _shown(tensor: Tensor) -> str:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's values. Tensors that differ in any bit (almost certainly) have different hashes.
 
-    Each 8 bytes are multiplied by a fixed random odd number and summed up modulo 2^64 (multilinear hashing, Carter and
+    Each 8 bytes are multiplied by a fixed random odd number and summed modulo 2^64 (multilinear hashing, Carter and
     Wegman 1979). If a single element changes, so does the hash. It depends on the order of elements, unlike that of
     `torch.hash_tensor`. The hash is 0 for tensors whose values cannot be read.
     """

@@ -41,7 +41,7 @@ class Unit:
         allocated_before: The bytes allocated when the unit's forward pass begins.
         operations: The number of operations of the unit's forward pass.
         saved: The memory blocks that the unit saves for backward.
-        again: The number of operations to recompute, up to the last saved tensor; None if no tensor is saved.
+        again: The number of operations from the unit's start to its last saved tensor; None if it saves no tensor.
         forward_peak: The peak during the unit's forward pass.
         backward_before: The bytes allocated when the unit's backward pass begins; None if it has no backward pass.
         backward_peak: The peak during the unit's backward pass.
@@ -159,7 +159,7 @@ class _Recorder:
         self._state_after.clear()
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return the layers whose forward changed an attribute or buffer, each with a phrase that names it."""
+        """Return, for each layer whose forward changed an attribute or buffer, a phrase that names the change."""
         before, after = self._state_before, self._state_after
         names = [key for key, value in after.items() if key in before and before[key] != value]
         owners = dict(reversed(names))  # the first of each
@@ -172,7 +172,7 @@ class _Recorder:
         }
 
     def _watch(self, index: int, chain: Chain) -> None:
-        """Replace the forward of a Sequential or module, so that this recorder sees each call of a layer."""
+        """Replace the forward of a chain (a Sequential or module), so that this recorder sees each layer's call."""
         module = self._trace.model.get_submodule(chain.name)
         if isinstance(vars(module).get("forward"), DeferredHead):
             return  # it is never recomputed
@@ -222,7 +222,7 @@ class _Recorder:
         self._trace.peak_since()
 
     def _hook_outputs(self, unit: Unit, value: Any) -> None:
-        """Hook a unit's output tensors, to notice when the first gets its gradient and the unit's backward begins."""
+        """Put hooks on a unit's output tensors. The first gradient shows that the unit's backward pass begins."""
         for tensor in tensors_in(value):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 key = node_sequence_number(tensor.grad_fn), tensor.output_nr
@@ -252,7 +252,7 @@ class _Recorder:
 def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
     """Return the values in the attributes of modules, to find out what a forward pass changes.
 
-    Running statistics are left out: that they change is no obstacle, because recomputation restores them.
+    Running statistics are left out. They may change, because recomputation restores them.
     """
     state: dict[tuple[int, str], list[Any]] = {}
     for part in model.modules():

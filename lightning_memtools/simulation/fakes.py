@@ -123,7 +123,7 @@ class TensorExchange:
 
 @contextmanager
 def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
-    """Context manager: replace all tensors reachable from `roots` with stand-ins. Restore everything on exit.
+    """Context manager: replace all tensors reachable from `roots` with results of `exchange`. Restore them on exit.
 
     The search does not enter objects that only have ``__slots__``, optimizers (see `copy_optimizer`), or closures,
     except for the closures of modules' hooks.
@@ -160,7 +160,7 @@ def copy_optimizer(
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which each rank holds a part. The stand-in of one has the full size."""
+    """Return whether a tensor is a DTensor, which is split among the ranks. Its stand-in has the full size."""
     return hasattr(tensor, "to_local")
 
 
@@ -193,7 +193,7 @@ def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -
 
 
 def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> list[Any]:
-    """Replace the tensors in a container, and return the old content, which `undo` restores on exit."""
+    """Replace the tensors in a container, and return the old content. Closing `undo` restores the old content."""
     content = container.copy()
     if isinstance(container, dict):
         undo.callback(restorer_of_dict(container))
@@ -214,7 +214,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
-    """Make `undo` restore the state of `thing` if it is a random generator, or clear its cache if it is cached."""
+    """Have `undo` reset `thing`: restore a random generator's state, or clear the cache of a cached function."""
     if not issubclass(type(thing), (CachedFunction, Random)) and type(thing).__name__ not in GENERATORS:
         return
     if not isinstance(thing, CachedFunction):
@@ -230,14 +230,14 @@ def _keep_state(thing: Any, undo: ExitStack) -> None:
 
 
 def _containers_of_class(kind: type) -> list[Any]:
-    """Return the containers, such as lists, among the attributes of a class and its bases, without library classes."""
+    """Return the class attributes of `kind` that are containers such as lists, except those of library classes."""
     mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
     values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
     return [value for value in values if isinstance(value, _CONTAINERS)]
 
 
 def _container(thing: Any) -> Any:
-    """Return the container to search for tensors: `thing` itself if it is one, or its `__dict__`; otherwise None."""
+    """Return where to search `thing` for tensors: a container itself, or an object's `__dict__`; None for neither."""
     if isinstance(thing, _CONTAINERS):
         return thing
     if isinstance(thing, (*_OPAQUE, torch.Tensor, Optimizer, tuple)) or _is_around_the_model(

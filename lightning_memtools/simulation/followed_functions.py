@@ -29,11 +29,11 @@ _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.
 
 
 def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return replacements for functions that read tensor values, such as `Tensor.tolist`, so that they accept fakes.
+    """Return replacements for functions that read tensor values, such as `Tensor.tolist`, that accept fake tensors.
 
     Args:
         values: The values of fake tensors, as far as they are known.
-        replaced: Functions already replaced, with their replacements, which the new ones call.
+        replaced: Functions that are already replaced, mapped to their replacements, which are called in their place.
     """
 
     def reader(original: Any, read: Any) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
 
 
 class FollowedValues(TorchFunctionMode):
-    """Torch-function mode that computes tensor values in host memory, for a CUDA device that computes nothing.
+    """Torch-function mode that computes tensor values on the CPU, for a CUDA stand-in that computes nothing.
 
     Functions that read no values run unchanged. A dispatch mode would see more calls, but it makes torch allocate
     differently: for example, gradients are no longer accumulated in place.
@@ -78,7 +78,7 @@ class FollowedValues(TorchFunctionMode):
         return out
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Store the values of a function's result `out` if they are known. Forget the values of tensors it changed."""
+        """Store the values of the result `out` if they can be computed. If not, forget those of tensors written to."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name if name in RULES else name.strip("_")
@@ -143,7 +143,7 @@ class _PackedSequences(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, sizes: list[int], batch_first: bool) -> Tensor:
-        """Return the rows of all time steps, concatenated, without padding."""
+        """Return the rows of all time steps, concatenated, without padding. `sizes` has the rows per time step."""
         ctx.shape, ctx.sizes, ctx.batch_first = source.shape, sizes, batch_first
         steps = source.transpose(0, 1) if batch_first else source
         parts = [

@@ -49,7 +49,7 @@ _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
 class _Twin(NamedTuple):
-    """The values of a fake storage, kept in real host memory, and whether any of them were assumed."""
+    """The values of a fake tensor's storage, kept in host memory, and whether any of these values were assumed."""
 
     of: Any
     values: torch.UntypedStorage
@@ -57,7 +57,7 @@ class _Twin(NamedTuple):
 
 
 class FollowedCall(NamedTuple):
-    """A call of a torch operator or function on fake tensors. Repeating it on real tensors gives the values.
+    """A call of a torch operator or function on fake tensors. Repeating the call on real tensors gives the values.
 
     Attributes:
         name: The name without a namespace: "index" for an operator, "__getitem__" for a function.
@@ -76,10 +76,10 @@ class FollowedCall(NamedTuple):
 
 
 class KnownValues:
-    """Keeps in host memory the values, where known, of tensors without data such as fakes. Views share their values.
+    """Keeps the known values of tensors without data, such as fakes, in host memory. Views share their values.
 
     Attributes:
-        assumed: The assumptions made when a step read unknown values, as "line of code: assumption", with counts.
+        assumed: For each assumption about unknown values ("line of code: assumption"), how many times it was made.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class KnownValues:
             self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=is_assumed)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor in host memory with the values of `tensor`, maybe itself; None if they are unknown."""
+        """Return a tensor in host memory with the values of `tensor` (maybe `tensor` itself); None if unknown."""
         if isinstance(tensor, FakeTensor):
             if tensor.constant is not None:
                 return tensor.constant
@@ -176,7 +176,7 @@ class KnownValues:
                         tensor.copy_(real)
 
     def guess(self, call: FollowedCall, out: Any) -> None:
-        """Store the values of a call's result `out` if `RULES` has a rule for them that needs no argument values."""
+        """Store the values of a call's result `out`, if a rule in `RULES` gives them without the arguments' values."""
         rule = RULES.get(call.name)
         if rule is None or rule.result is None:
             return
@@ -207,7 +207,7 @@ class KnownValues:
         return values
 
     def without_masks(self, indices: Iterable[Any], holds_nothing: Callable[[Tensor], bool]) -> Iterator[Any]:
-        """Yield `indices`, with each fake mask replaced by the index tensors of the elements that it selects."""
+        """Yield `indices`, but in place of a mask for which `holds_nothing` is True, the indices that it selects."""
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in _FLAGS and holds_nothing(index):
                 yield from self.places(index).unbind(1)
@@ -262,7 +262,7 @@ class KnownValues:
         self._twins[key] = _Twin(StorageWeakRef(storage), twin, is_assumed)  # type: ignore[no-untyped-call]
 
     def assume(self, what: str) -> int:
-        """Count an assumption, described by `what`, for the running line of code. Return its count for that line."""
+        """Count the assumption `what` for the line of code being executed, and return its count for that line."""
         # The forward pass has assumed it before backward does; Lightning and torchmetrics read to show and to check.
         if in_backward() or calling_package() in {*LIGHTNING_PACKAGES, "torchmetrics"}:
             return 0
@@ -326,7 +326,7 @@ def _masked_select(values: KnownValues, call: FollowedCall) -> Any:
 def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues, call: FollowedCall) -> Any:
     """Return the result of a call whose output shape depends on the values of its arguments.
 
-    If the values are unknown, `stand_in` makes some up. `what` describes this assumption for the report.
+    If the values are unknown, `stand_in` makes them up, and `what` is reported as an assumption.
     """
     tensors = given_tensors(call.args, call.kwargs)
     known = values.of_all(tensors)
@@ -342,7 +342,7 @@ def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
-    """Run `repeat_interleave` with the number of output rows, so that torch need not read it from a fake tensor."""
+    """Run `repeat_interleave`. Pass it the number of output rows, so that torch need not read the fake `repeats`."""
     args = call.args
     if len(args) == 1 and isinstance(args[0], Tensor):
         return _shaped(_ones, "each row is repeated once", values, call)
@@ -438,13 +438,13 @@ def _source(values: KnownValues, args: Any, _out: Tensor) -> Any:
 
 
 class Rule(NamedTuple):
-    """Defines what replaces a call that has to read tensor values, or which values the result of a call has.
+    """Says how to handle one operator or function on fakes: what to call in its place, or what its result contains.
 
     Attributes:
-        answer: Called in place of the operator or function. Returns NotImplemented if that can run on fakes itself.
-        result: Returns the values of the call's result, although the arguments' values are unknown; None if it cannot.
-        is_guess: True if `result` assumes something.
-        of_second: True if the values that `result` returns are those of the call's second output.
+        answer: Called in place of the operator or function. Returns NotImplemented to run the original after all.
+        result: Returns the values of the result, even if those of the arguments are unknown; None if it cannot tell.
+        is_guess: True if the values from `result` are only an assumption.
+        of_second: True if the values from `result` belong to the second output of the operator or function.
     """
 
     answer: Callable[[KnownValues, FollowedCall], Any] | None = None
@@ -586,7 +586,7 @@ def note_values(tensor: Tensor, original: Tensor) -> None:
 def values_known() -> Iterator[KnownValues]:
     """Context manager: track the known values of a step's tensors, and yield them as `KnownValues`.
 
-    For transformers, fakes then count as ordinary tensors: else its models would take their branches for a compiler.
+    Within the context, transformers takes fakes for ordinary tensors, so that its models run as in a real step.
     """
     around = _VALUES.get()
     if around is not None:

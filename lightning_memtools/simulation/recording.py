@@ -61,8 +61,8 @@ class AllocationRecorder(DeviceListener):
         allocations: All allocations, by the id that the allocator gave the block.
         allocated: Bytes allocated after each event.
         marks: The first event of each phase: (event, step, phase).
-        lines: A context manager, entered together with the device, that records which line of code made each optimizer.
-        stop_at: The file name at which the search up the stack for the line that asked for memory stops.
+        lines: A context manager that records which line of code made each optimizer. Enter it while the steps run.
+        stop_at: A file name. The search up the stack for the line that allocates ends at the first frame in this file.
     """
 
     def __init__(self, allocator: CachingAllocator, stop_at: str = "") -> None:
@@ -112,7 +112,7 @@ class AllocationRecorder(DeviceListener):
         return self._places[index] if index >= 0 else None
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
-        """Record an allocation."""
+        """Record that a block was allocated, with the category of its contents and the module they belong to."""
         node = current_autograd_node() if self.phase == "backward" else None
         self.allocations[block.id] = Allocation(
             size=block.size,

@@ -55,7 +55,7 @@ _IMAGES = 4  # the dimensions of images
 
 
 class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Mode that speeds up fake tensors: repeated calls get fake results with the shapes that were cached before.
+    """Mode that speeds up fake tensors: a repeated call gets a fake result with the shape cached from an earlier call.
 
     Enter it right after a FakeTensorMode. It handles operators that return new tensors or change only their first
     argument. Operators that change other arguments or depend on values are left to the FakeTensorMode.
@@ -118,7 +118,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return the result `out`, made contiguous if it holds images of one pixel from an elementwise operator.
+        """Return an operator's result, but if it is elementwise and the images have one pixel, make it contiguous.
 
         Real kernels return such images contiguous (TensorIterator.cpp). If they had channels-last strides, an
         operator that enlarges them would also return a channels-last tensor.
@@ -178,7 +178,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a cache key with everything that an operator's result depends on; None if that is not possible."""
+    """Return a cache key with everything that an operator's result depends on; None if the call cannot be cached."""
     found: list[Any] = [func, torch.get_default_dtype()]
     if not all(_note(one, found) for one in args):
         return None
@@ -219,7 +219,7 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def _note(value: Any, found: list[Any]) -> bool:
-    """Append to `found` the properties of an argument, such as its shape. Return False if they cannot describe it."""
+    """Append an argument's properties, such as its shape, to `found`. Return False if it cannot be cached."""
     kind = type(value)
     if kind is FakeTensor:
         found += (value.shape, value.stride(), value.dtype, value.fake_device)
@@ -232,7 +232,7 @@ def _note(value: Any, found: list[Any]) -> bool:
 
 
 def _described(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known:
-    """Describe a result, so that it can be made again later: new dense tensors, or `args[0]`; None for any other."""
+    """Describe a result so that it can be made again. Return None unless it is `args[0]` or new dense tensors."""
     if args and out is args[0]:
         return "the first argument"
     results: list[Any] = [out] if isinstance(out, Tensor) else list(out)

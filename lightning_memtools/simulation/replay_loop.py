@@ -25,9 +25,9 @@ class _NoUpdateError(BaseException):
 class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
-    Nothing is logged, and no hooks of batch transfer run, because the batches are already on the device. The step
-    sees a Trainer whose counters and settings come from `facts`. Its metrics, data module and callbacks are those of
-    `original`, but no hooks of these callbacks are called.
+    Nothing is logged. The hooks for batch transfer do not run, because the batches are already on the device. The
+    step sees a Trainer whose counters and settings come from `facts`. The metrics, data module and callbacks are
+    those of `original`, but no hooks of these callbacks are called.
 
     Args:
         module: The LightningModule. Its attributes are changed; the caller has to restore them, or to call `detach`.
@@ -86,7 +86,7 @@ class ReplayLoop(StepListener):
         return self._runner.optimizers
 
     def detach(self) -> None:
-        """Undo the changes to a module that had no Trainer before. Use it only if no optimizers were passed."""
+        """Undo the changes to a module that had no Trainer before. Not for a ReplayLoop created with `optimizers`."""
         self._module.trainer = None
         del vars(self._module)["on_before_batch_transfer"]
         for part in self._module.modules():
@@ -115,7 +115,7 @@ class ReplayLoop(StepListener):
         return self._batch
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
-        """Return the batch unchanged, since it is already on the device."""
+        """Return the batch unchanged, without calling `move`, since it is already on the device."""
         del move
         return batch
 

@@ -36,8 +36,8 @@ aten = torch.ops.aten
 def _clone(call: Call) -> Any:
     """Clone a sparse tensor with all its values. FakeTensorMode would return a clone without values.
 
-    When autograd stores a sparse gradient that nothing else refers to, it makes no copy. For fake tensors it cannot
-    tell and clones the gradient. The clone made here then shares the original's memory.
+    Autograd stores a real sparse gradient without copying if nothing else refers to it, but always clones a fake
+    gradient. Such a clone therefore shares the original's memory, so that no extra memory is counted.
     """
     source = call.args[0]
     if source.layout is not torch.sparse_coo:
@@ -63,7 +63,7 @@ def _grouped_mm(call: Call) -> Any:
 def _skip(call: Call) -> Any:
     """Skip an in-place foreach operator, since it has no effect on fakes. This halves the time of optimizer steps.
 
-    Operators on step counters are not skipped: these fake tensors have values, which the optimizer needs.
+    Operators on step counters are not skipped, since the optimizer needs the values of the counters.
     """
     tensors = call.args[0]
     is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
@@ -124,7 +124,7 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
 
 
 def _skip_checks(model: nn.Module) -> None:
-    """Disable torchmetrics' checks, which read values, and SyncBatchNorm's communication, until `borrowed` exits."""
+    """Disable torchmetrics' checks of values and SyncBatchNorm's communication. `borrowed` restores both on exit."""
     for part in model.modules():
         if vars(part).get("validate_args") is True:
             vars(part)["validate_args"] = False

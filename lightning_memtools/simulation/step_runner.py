@@ -72,7 +72,7 @@ class Recipe:
 
 
 class StepListener:
-    """Provides the batches of a run, and is notified when a phase of a step begins. This base class provides none."""
+    """Provides the batches of a run, and is notified when a phase of a step begins. This base class has no batches."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
         """Called when a phase of a step begins: "inputs", "forward", "backward", "clip", "optimizer" or "outputs"."""
@@ -103,8 +103,8 @@ class StepRunner:
         step: Computes the loss of a batch, in place of the module's own step.
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. If None, a module that is not a
             LightningModule trains without an optimizer.
-        trainer: The Trainer of a run whose step is repeated. The new Trainer takes its counters, precision, clipping,
-            data module, and any other attributes that it lacks from this one.
+        trainer: The Trainer of a run whose step is repeated. The new Trainer uses its counters, precision, clipping,
+            data module, and other attributes.
         callbacks: Callbacks for the new Trainer.
         replay: For a saved step: the values of the Trainer's attributes. Hooks at the start of a fit do not run then.
 
@@ -187,7 +187,7 @@ class StepRunner:
         ]
 
     def run(self) -> None:
-        """Run the recipe: its optimizer steps, or the batches of its evaluation with the hooks at start and end.
+        """Run the training steps of the recipe, or in other stages, a whole validation, test or prediction loop.
 
         Raises:
             TypeError: A training step returned no loss.
@@ -239,7 +239,7 @@ class StepRunner:
 
 
 def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Set the step and optimizer of a LightningModule, or wrap another module as one. Return the LightningModule."""
+    """Give a LightningModule this step (for `stage`) and optimizer. Wrap any other module in a LightningModule."""
     if not is_lightning_module(module):
         assert step is not None
         return PlainModule(module, step, make)
@@ -305,7 +305,7 @@ class PlainModule(LightningModule):
 
 
 def is_lightning_module(model: object) -> bool:
-    """Return whether this is a LightningModule. Raise if it comes from the Lightning package that is not in use."""
+    """Return whether a model is a LightningModule. Raise if `lightning` and `pytorch_lightning` are mixed."""
     refuse_other_package(model)
     return isinstance(model, LightningModule)
 

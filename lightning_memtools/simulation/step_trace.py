@@ -33,7 +33,7 @@ class TracedStep:
 
     Attributes:
         model: The model, which is not changed.
-        batch: The input of the step: tensors, also in nested containers. It is not changed either.
+        batch: The input of the step: tensors, also in nested containers. The batch is not changed.
         forward: Runs the forward pass; None to run the training_step of a LightningModule.
         optimizers: The optimizers, whose state takes memory as well.
         cuda: True to allocate as CUDA's kernels do; False to allocate as the CPU's kernels do.
@@ -91,7 +91,7 @@ class OperationCount(OperatorMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         pauses: While True, operations are not counted.
-        total: The number of operations so far, where each element returned by other operators counts as one.
+        total: The number of operations so far: `flops`, plus one for each element that other operators returned.
         flops: The number of floating-point operations of matrix products and convolutions alone.
     """
 
@@ -169,8 +169,8 @@ class StepTrace(FakeBatches):
     ) -> StepCost:
         """Run the step as Lightning does: forward, zero_grad, backward, optimizer.
 
-        The first call also allocates what stays allocated for later steps: gradients, the optimizers' state and the
-        workspaces of libraries. To measure a typical step, use the result of a later call.
+        The first call also allocates gradients, optimizer state and library workspaces, so measure a later call.
+        `around_forward` returns a context manager for the forward pass. `before_backward` is called after that pass.
 
         Raises:
             NoLossError: The step of a LightningModule returned no loss.
@@ -198,7 +198,7 @@ class StepTrace(FakeBatches):
         return StepCost(self._peak, self._static, self._gradients, self.counted.total, self.counted.flops)
 
     def _index(self) -> int:
-        """Return the index to run the batch at: its own, or the next one at which an optimizer step ends."""
+        """Return the index to run the batch at: its own, or a later index at which the optimizer steps."""
         per_step = self._accumulate if self._runner.is_automatic else 1
         return self._step.batch_idx // per_step * per_step + per_step - 1
 
@@ -265,7 +265,7 @@ def _workspace_of_cuda() -> int:
 
 
 def _scalar_of(forward: Forward, model: nn.Module, batch: Any) -> Tensor | None:
-    """Return the scalar to call backward on: the loss, or the sum of all outputs; None if none needs a gradient."""
+    """Return the scalar to call backward on: the loss, or the sum of all outputs; None without gradients."""
     tensors = [one for one in tensors_in(forward(model, batch)) if one.requires_grad]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

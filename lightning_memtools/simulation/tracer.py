@@ -51,7 +51,7 @@ class StepRequest:
         trainer: The Trainer of the run that the step is taken from; None if there is none.
         cuda: True to allocate what CUDA kernels allocate; False for CPU kernels.
         allocator: The allocator's settings, as in PYTORCH_ALLOC_CONF.
-        capacity: The GPU's memory size, or its name. Kernels of the named GPU are simulated, otherwise of an A100.
+        capacity: The GPU's memory size, or its name. Without a name, the kernels of an A100 are simulated.
     """
 
     model: nn.Module
@@ -97,7 +97,7 @@ class FakeBatches(StepListener):
         self._dtype = dtype
 
     def next_batch(self) -> Any:
-        """Return a copy of the batch: fake CPU tensors of the same shapes, with the values tracked where known."""
+        """Return a copy of the batch: fake CPU tensors of the same shapes. Known values are still tracked."""
         with self.device.host():
             return copy_of_batch(self._batch, self._dtype)
 
@@ -168,7 +168,7 @@ def _count_parameters(model: nn.Module, result: Traced) -> None:
 
 
 def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parameter]) -> Any:
-    """Return optimizers for the fake `parameters`: copies of `given`, or what `given`, a class or function, makes.
+    """Return optimizers for the fake `parameters`: copies of those in `given`, or made by calling `given`.
 
     Raises:
         TypeError: The function returns something other than an optimizer.
