@@ -79,7 +79,6 @@ class SpikesRun:
             loss_spike=loss_spike,
             norm_spike=norm_spike,
             learning_rates=tuple(float(group["lr"]) for group in groups if "lr" in group),
-            is_late=step.late,
         )
         is_new = self._last_step < 0 or step.number - self._last_step > options.window
         self._last_step = step.number

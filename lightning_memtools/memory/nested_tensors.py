@@ -111,10 +111,9 @@ def _named_attributes(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
         if not key.startswith("_") or not isinstance(value, Mapping):
             yield f"{name}.{key}", value
             continue
-        # An object that keeps its tensors in a private dictionary shows them as its attributes.
+        # Tensors in a private dictionary are named as attributes. Others are not asked for: properties may warn.
         for inner, part in value.items():
-            is_tensor = isinstance(part, torch.Tensor)  # for other values, a property of the user's might warn
-            is_shown = is_tensor and isinstance(inner, str) and getattr(thing, inner, None) is part
+            is_shown = isinstance(part, torch.Tensor) and getattr(thing, str(inner), None) is part
             yield f"{name}.{inner}" if is_shown else f"{name}.{key}[{inner!r}]", part
 
 

@@ -193,8 +193,8 @@ class _BackwardSlice:
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
     """Return a sentence that says where NaN or Inf first appeared: the operation, its module, code line and inputs."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
-    function = f".{event.place.function}" if event.place is not None and not event.place.caller else ""
-    where = event.module or f"{class_name}{function}"
+    is_users = event.place is not None and not event.place.caller
+    where = event.module or (event.place.function if event.place is not None and is_users else class_name)
     where = where if event.place is None else f"{where} ({event.place})"
     if leaf is not None:
         what = leaf.name if leaf.origin is ValueOrigin.ELSEWHERE else f"{leaf.origin} {leaf.name}"

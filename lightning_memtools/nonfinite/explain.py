@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_memtools._torch import is_in_memory
-from lightning_memtools.memory.nested_tensors import map_tensors, tensors_in
+from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
@@ -23,7 +23,7 @@ from lightning_memtools.nonfinite.bad_value_roots import (
 )
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, public_name, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.guarded_step import BadInput, bad_inputs, list_samples
+from lightning_memtools.nonfinite.guarded_step import BadInput, bad_inputs, list_samples, n_samples_of
 from lightning_memtools.nonfinite.operation_trace import BadOperation, OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of
 from lightning_memtools.reporting.phrases import first_of
@@ -186,12 +186,6 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
     return already_bad(bad, str(tensors[0] if tensors else leaf.name)), bad.suspects[1] or ADVICE["bad weights"]
 
 
-def n_samples_of(batch: Any) -> int | None:
-    """Return the number of samples: the size of dimension 0 if all tensors of the batch agree on it, else None."""
-    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
-    return lengths.pop() if len(lengths) == 1 else None
-
-
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
     """Return (batch, index): a copy of the batch in which the sample at `index` replaces all `samples`; or None."""
     bad = set(samples)
@@ -212,7 +206,8 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
 def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:
     """Return the indices of the samples with bad values; () if the operation's tensors have no batch dimension."""
     micro = rerun.micro[position]
-    n_samples = n_samples_of(micro.batch)
+    if (n_samples := n_samples_of(micro.batch)) is None:
+        return ()
     for facts in (*root.event.gave, *root.event.took):
         if facts.shape[:1] == (n_samples,) and facts.samples:
             return facts.samples

@@ -44,8 +44,6 @@ def _stored_floats(tensor: Tensor) -> Tensor | None:
         return None
     if tensor.layout == torch.sparse_coo:
         _, tensor = uncoalesced_parts(tensor)
-    elif tensor.is_mkldnn:
-        tensor = tensor.to_dense()
     elif tensor.layout != torch.strided or tensor.is_nested:
         tensor = tensor.values()
     if tensor.is_complex():

@@ -145,25 +145,32 @@ class BadInput:
     n_elements: int
     samples: tuple[int, ...]  # the first positions along dimension 0 that are affected, one more than are listed
     is_mask: bool  # whether nothing in it is bad but -inf, which may be meant, as in attention masks
+    counts: str = "sample"  # what dimension 0 counts: "row" where tensors differ in it, as in a batch of graphs
 
     def __str__(self) -> str:
         name = f"batch {self.batch_idx}" if self.name == "batch" else f"{self.name} of batch {self.batch_idx}"
         if self.is_mask:
             return f"{name} holds -Inf in {self.n_inf} of {self.n_elements} elements, as masks do"
         kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
-        where = f", in {list_samples(self.samples)}" if self.samples else ""
+        where = f", in {list_samples(self.samples, self.counts)}" if self.samples else ""
         return f"{name} holds {kinds} in {self.n_elements} elements{where}"
 
 
-def list_samples(samples: Sequence[int]) -> str:
+def list_samples(samples: Sequence[int], counts: str = "sample") -> str:
     """Return a string such as "sample 3" or "samples 3, 4"."""
     more = ", ..." if len(samples) > MAX_SAMPLES else ""
-    return f"sample{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
+    return f"{counts}{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
+
+
+def n_samples_of(batch: Any) -> int | None:
+    """Return the number of samples: the size of dimension 0 if all tensors of the batch agree on it, else None."""
+    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def bad_inputs(micro: MicroBatch) -> list[BadInput]:
     """Return the batch tensors that hold NaN or Inf. Slow, because it waits for the device."""
-    inputs = []
+    inputs, counts = [], "row" if n_samples_of(micro.batch) is None else "sample"
     for name, tensor in named_tensors(micro.batch, "batch"):
         floats = floats_of(tensor)
         if floats is None or not (bad := ~torch.isfinite(floats)).any():
@@ -172,7 +179,8 @@ def bad_inputs(micro: MicroBatch) -> list[BadInput]:
         n_nan = int(floats.isnan().sum())
         samples = tuple(rows_with(bad, MAX_SAMPLES + 1)) if has_samples else ()
         is_mask = not n_nan and not bool(torch.isposinf(floats).any())
-        inputs.append(BadInput(name, micro.index, n_nan, int(bad.sum()) - n_nan, floats.numel(), samples, is_mask))
+        n_inf = int(bad.sum()) - n_nan
+        inputs.append(BadInput(name, micro.index, n_nan, n_inf, floats.numel(), samples, is_mask, counts))
     return inputs
 
 

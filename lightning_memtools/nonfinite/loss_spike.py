@@ -32,7 +32,6 @@ class LossSpike:
         loss_spike: The comparison of the loss with earlier losses; None if the loss did not spike.
         norm_spike: The comparison of the norm with earlier norms; None if the norm did not spike.
         learning_rates: The learning rates of the optimizer.
-        is_late: True if the host read the loss and norm only after the update had been made.
         done: The action taken: "report" (training was not changed), "skip", "rollback" or "halt".
         taken_back: The number of optimizer updates that the rollback undoes; 0 without a rollback.
         report: The path of the report; None if there is none.
@@ -45,7 +44,6 @@ class LossSpike:
     loss_spike: Spike | None
     norm_spike: Spike | None
     learning_rates: tuple[float, ...]
-    is_late: bool = False
     done: Literal["report", "skip", "rollback", "halt"] = "report"
     taken_back: int = 0
     report: Path | None = None
@@ -66,7 +64,7 @@ class LossSpike:
             return f"Training was taken back by {updates}, and goes on with the next batch."
         if self.done == "halt":
             return "Training ends: its update was not made."
-        return "Nothing was changed." if self.is_late else "Nothing was changed: its update is made."
+        return "Nothing was changed: its update is made."
 
     def lines(self) -> list[str]:
         """Return all that is known about the spike, as lines for the report."""

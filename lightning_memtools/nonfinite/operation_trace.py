@@ -28,7 +28,7 @@ from lightning_memtools._torch import (
     tree_map_only,
     uncoalesced_parts,
 )
-from lightning_memtools.memory.nested_tensors import plain_name
+from lightning_memtools.memory.nested_tensors import plain_name, tensors_in
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack
 from lightning_memtools.nonfinite import step_rerun
 from lightning_memtools.nonfinite.finite_checks import floats_of, rows_with
@@ -183,11 +183,11 @@ class OperationTrace(DispatchMode):
         if operator_schema(func).is_mutable or "batch_norm" in func.name():
             taken = tree_map_only(Tensor, lambda each: self._copy(each, keys), taken)
         out = func(*args, **(kwargs or {}))
-        bad = tuple(use for tensor in _tensors(out) if (use := self._use(tensor)) is not None)
+        bad = tuple(use for tensor in tensors_in(out) if (use := self._use(tensor)) is not None)
         if func is LOCAL_SCALAR:
             if isinstance(out, float) and not math.isfinite(out):
                 self._read = tuple(self._bad_among(tree_leaves(taken), keys))
-        elif bad and not _is_view(func):
+        elif bad and not func.is_view:
             self._note(func, taken, keys, out, bad, backward=backward)
         return out
 
@@ -259,7 +259,7 @@ class OperationTrace(DispatchMode):
         place = _line_here(in_backward=backward)
         makes_bad = not inputs or (_hold_nan(outputs) and not _hold_nan(inputs))
         took = list(map(facts_of, tensors)) if makes_bad else []
-        gave = [facts_of(each, only_nan=bool(inputs)) for each in _tensors(out)] if makes_bad else []
+        gave = [facts_of(each, only_nan=bool(inputs)) for each in tensors_in(out)] if makes_bad else []
         self.events.append(
             BadOperation(
                 number=self._n_operations,
@@ -306,20 +306,6 @@ def _line_here(*, in_backward: bool) -> CodeLine | None:
     return line_on_stack(stop_at=_NOT_IN_BACKWARD if in_backward else _NOT_IN_STEP)
 
 
-def _is_view(func: Any) -> bool:
-    """Return True if an operation only returns views of its inputs, and so writes no memory."""
-    returns = operator_schema(func).returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-
-
-def _tensors(out: Any) -> Iterator[Tensor]:
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (list, tuple)):
-        for each in out:
-            yield from _tensors(each)
-
-
 def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
     """Return whether the operation, computed in float64, gives a finite result; None if it cannot be computed so."""
     narrow = {torch.float32, torch.float16, torch.bfloat16}
@@ -331,6 +317,6 @@ def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
 
     try:
         args, kwargs = tree_map_only((Tensor, torch.dtype), widen, (args, kwargs))
-        return all(bad_floats_of(tensor) is None for tensor in _tensors(func(*args, **kwargs)))
+        return all(bad_floats_of(tensor) is None for tensor in tensors_in(func(*args, **kwargs)))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None

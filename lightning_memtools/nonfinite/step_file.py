@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def _loaded(path: Path, what: str) -> Any:
         why = " ".join(str(error).splitlines()[:3])
         raise StepFileError(
             f"{path} cannot be read as {what}: {type(error).__name__}: {why}\nNext: copy it once more from where it "
-            "was written; allow a class of yours that it holds by torch.serialization.add_safe_globals."
+            "was written; if you trust it, pass the module that load_from_checkpoint(..., weights_only=False) returns."
         ) from error
 
 
@@ -218,7 +219,7 @@ def replay(path: str | Path, *, model: Any) -> Replay:
         except Exception as error:
             raise StepFileError(
                 f"{path} cannot be replayed: {type(error).__name__}: {error}\nNext: pass the module as the training "
-                "script makes it, replay(path, model=my_module); or copy the file once more, which may have changed."
+                "script makes it, replay(path, model=my_module) or --model package:function; or copy the file again."
             ) from error
 
 
@@ -226,9 +227,16 @@ def _replay(path: Path, model: Any) -> Replay:
     saved = read_step(path)
     # A file beside it and no other: a step's file must not choose what is opened.
     checkpoint = path.with_name(Path(str(saved["checkpoint"])).name)
-    weights = _loaded(checkpoint, "the checkpoint of the last good state")
-    module = _module_of(model, checkpoint, weights)
     doubts, device = list(map(str, saved["doubts"])), torch.device(saved["machine"]["device"])
+    weights: Any = {}
+    try:
+        weights = _loaded(checkpoint, "the checkpoint of the last good state")
+    except StepFileError as error:
+        # Hyperparameters of other classes, such as OmegaConf's, are not loaded, because that could run code.
+        if not isinstance(model, nn.Module) or not isinstance(error.__cause__, UnpicklingError):
+            raise
+        doubts.append("Its checkpoint cannot be opened safely: the module runs with the weights that it has.")
+    module = _module_of(model, checkpoint, weights)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
@@ -299,6 +307,8 @@ def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
         module = model()
     if not is_lightning_module(module):
         raise StepFileError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
+    if not weights:
+        return module
     saved: Mapping[str, Tensor] = weights["state_dict"]
     configure: Any = getattr(module, "configure_model", None)
     if configure is not None and saved.keys() - module.state_dict().keys():

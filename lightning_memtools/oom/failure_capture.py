@@ -213,7 +213,7 @@ class FailureCapture:
             device=str(self.device) if reader is None else reader.name,
             requested=requested,
             free=free,
-            batch=None if self.batch is None else sizes_only(self.batch),
+            batch=None if self.batch is None else sizes_only(self.batch, or_values=True),
         )
         if reader is None:
             return facts

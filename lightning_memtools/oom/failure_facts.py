@@ -20,6 +20,7 @@ from lightning_memtools.memory.nested_tensors import batch_size_in, map_tensors,
 from lightning_memtools.memory.owned import OnDevice, bytes_on_device, composition_of, owned_by
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, owner_of, short_path
+from lightning_memtools.simulation.known_values import is_too_large
 
 # A batch that is in a dimension so many times as large as the largest of at least so many before it is an odd one.
 LEAST_ODD = 1.5
@@ -217,7 +218,7 @@ class FailureFacts:
         grown: The memory that has accumulated over the batches; None if it is small or unknown.
         before: The batches of the stage before the failed one.
         variables: The variables of the step that held tensors of the device, the largest first.
-        batch: The failed batch as meta tensors, without values; None between batches.
+        batch: The failed batch on the CPU, its large tensors as meta tensors without values; None between batches.
     """
 
     moment: FailureMoment
@@ -246,12 +247,14 @@ class FailureFacts:
         return batch_size_in(self.batch)
 
 
-def sizes_only(batch: Any) -> Any:
-    """Return a copy of a batch with meta tensors: the same shapes and strides, without memory or values."""
+def sizes_only(batch: Any, *, or_values: bool = False) -> Any:
+    """Return a copy of a batch with meta tensors. `or_values`: with those on the CPU that a trace can follow."""
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if or_values and not is_too_large(tensor):
+            return tensor.detach().to("cpu", copy=True)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     return map_tensors(batch, meta)

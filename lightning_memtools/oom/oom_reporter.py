@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
 from lightning_memtools.oom.held_memory import held_memory
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.reporting.console import print_on_console
-from lightning_memtools.reporting.files import NotWritten, write_report
+from lightning_memtools.reporting.files import NotWritten, write_file, write_report
 
 T = TypeVar("T")
 
@@ -116,13 +117,9 @@ def _write_snapshot(page: ReportPage, snapshot: dict[str, Any] | None) -> Path |
     """Write the memory snapshot beside the report. Return its path; None if nothing was recorded or written."""
     if snapshot is None or isinstance(page.file, NotWritten):
         return None
-    path = page.file.with_name(f"{page.file.stem}-snapshot.pickle")
-    try:
-        write_snapshot(snapshot, path)
-    except OSError as error:
-        page.notes.append(f"The memory snapshot could not be written: {error}")
-        return None
-    return path
+    name = f"{page.file.stem}-snapshot.pickle"
+    written = write_file(page.file.parent, name, partial(write_snapshot, snapshot))
+    return written if isinstance(written, Path) else None
 
 
 def _file_name(moment: FailureMoment) -> str:

@@ -112,10 +112,7 @@ GENERATORS = frozenset({"Generator", "Random", "RandomState"})
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a random generator (torch, Python or NumPy); None for any other object.
-
-    Python's SystemRandom has no state, so the result is None as well.
-    """
+    """Return the state of a random generator (torch, Python or NumPy); None for any other object, and SystemRandom."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):

@@ -92,7 +92,7 @@ class StateSnapshot:
         # A class derived from a container has items and attributes: Lightning's results are a dict with attributes.
         if isinstance(value, dict):
             return self._record_dict(value) + self._record_object(value)
-        if isinstance(value, (list, set, deque, bytearray)):
+        if isinstance(value, (list, set, deque)):
             return self._record_sequence(value) + self._record_object(value)
         if isinstance(value, (tuple, frozenset)):
             return _walked(list(value))
@@ -146,14 +146,12 @@ class StateSnapshot:
         def restore() -> None:
             if isinstance(container, list):
                 list.__setitem__(container, slice(None), items)
-            elif isinstance(container, bytearray):
-                container[:] = bytes(items)
             else:
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(items)
 
         self._restorers.append(restore)
-        return [] if isinstance(container, bytearray) else _walked(items)
+        return _walked(items)
 
     def _record_generator(self, value: Any) -> bool:
         """Record the state of a random generator and return True. Return False for any other object."""
