@@ -122,7 +122,7 @@ class Examination:
                 self.tell("end")
 
     def stop(self) -> None:
-        """Restore the setting of autograd's anomaly mode, which the first step changes. Idempotent."""
+        """Undo the change that the first step makes to autograd's anomaly mode. Idempotent."""
         if self._noting_lines is not None:
             self._noting_lines.__exit__()
         self._noting_lines = None
