@@ -107,7 +107,7 @@ def _short(operation: str) -> str:
 
 
 def public_name(operation: str) -> str:
-    """Return the public name of an operation, such as ``"torch.log"`` for "aten.log". If none, return `operation`."""
+    """Return the public name of an operation, such as ``"torch.log"`` for "aten.log"; if there is none, `operation`."""
     namespace, _, name = operation.partition(".")
     plain = name.removeprefix("native_").removesuffix("_forward")
     if namespace != "aten" or name.startswith("_"):
