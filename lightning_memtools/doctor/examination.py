@@ -58,7 +58,7 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
         ignore: The names of checks to leave out.
 
     Raises:
-        ValueError: There is no check of a given name.
+        ValueError: The name of a check is unknown.
     """
     wanted = NAMES if checks == "all" else [checks] if isinstance(checks, str) else checks
     ignored = [ignore] if isinstance(ignore, str) else ignore

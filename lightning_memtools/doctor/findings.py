@@ -101,7 +101,7 @@ class TrainingMistakeError(RuntimeError):
     """Raised by TrainingDoctor with `on_finding="raise"`; the message names every serious finding.
 
     Attributes:
-        report: The report.
+        report: The report with all findings.
     """
 
     def __init__(self, report: DoctorReport) -> None:

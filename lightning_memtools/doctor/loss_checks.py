@@ -62,7 +62,7 @@ def note_sums(case: TrainingCase, loss: Tensor) -> None:
 
 
 def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[SumOverBatch]:
-    """Search the inputs of `node` for sums over the batch. `way`: the gradients recorded for the nodes before it."""
+    """Return the sums over the batch behind `node`. `way`: the gradients recorded at nodes from the loss to `node`."""
     gradients: list[Tensor] = []
     node.register_prehook(lambda arriving: gradients.extend(one.detach() for one in arriving if one is not None))
     way = (*way, gradients)

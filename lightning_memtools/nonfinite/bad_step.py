@@ -377,7 +377,7 @@ def what_grew(bad: BadStep) -> str:
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
     """Return the BadStep of the rank to blame; None if no rank can be blamed.
 
-    A rank with a bad loss is preferred, then a rank with a bad batch, then a rank whose rerun was bad as well.
+    A rank with a bad loss is blamed first, then a rank with a bad batch, then a rank whose rerun was bad as well.
     """
     if len(everyone) == 1:
         return everyone[0]

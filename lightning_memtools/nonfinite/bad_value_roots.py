@@ -88,7 +88,7 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
     Args:
         events: The operations with NaN or Inf in their outputs, in the order in which they ran.
         start: The keys of the storages to explain, such as the key of the loss.
-        leaf_of: A function that takes the key of a storage that no operation wrote, and returns its tensor.
+        leaf_of: A function that returns the tensor in a storage that no operation wrote, given the storage's key.
     """
     way_back = _BackwardSlice(events, start, leaf_of)
     real = [root for root in way_back.roots if not root.is_benign]
