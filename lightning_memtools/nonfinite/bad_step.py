@@ -104,7 +104,7 @@ class BadStep:
 
     @property
     def first_bad_batch(self) -> int | None:
-        """The index of the first batch whose loss or tensors hold NaN or Inf; if there is none, of the last batch."""
+        """The index of the first batch whose loss or tensors hold NaN or Inf; without such a batch, the last index."""
         bad = [index for index, loss in self.losses if not math.isfinite(loss)]
         bad += [each.batch_idx for each in self.dirty]
         return next(iter([*bad, *reversed(self.batches)]), None)
@@ -348,7 +348,7 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Return a phrase that the tensors `names` held NaN or Inf before the step, with the suspected reason, if any."""
+    """Return a phrase saying that the tensors `names` held NaN or Inf before the step, and the suspected reason."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 

@@ -155,7 +155,7 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
 
 
 def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
-    """Return cause, evidence and advice for NaN or Inf in the batch tensor `name`. `is_late_mask`: masked too late."""
+    """Return cause, evidence and advice for NaN or Inf in the batch tensor `name`, which may be masked too late."""
     if root.is_benign:  # nothing else is bad
         return NonFiniteCause.DOMAIN, f"{name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
     its = "; ".join(str(each) for each in inputs if each.name == name) or "; ".join(map(str, inputs))

@@ -47,7 +47,7 @@ class MicroBatch:
 class BatchKeeper:
     """Keeps each batch as training_step received it, because training_step may change its batch.
 
-    Dicts and lists are always copied. Tensors are copied only once training_step wrote to one of the first two batches.
+    Dicts and lists are always copied, tensors only if training_step has written to a tensor of the first two batches.
     """
 
     def __init__(self) -> None:

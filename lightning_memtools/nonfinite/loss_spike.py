@@ -27,7 +27,7 @@ class LossSpike:
     Attributes:
         step: The training step, as on the x axis of the logs.
         batches: The indices of the step's batches within the epoch.
-        loss: The mean loss of the step; of several ranks, the largest. NaN if there was no loss.
+        loss: The mean loss of the step, on the rank where the mean is largest. NaN if there was no loss.
         norm: The L2 norm over all gradients, before clipping.
         loss_spike: How the loss compares with earlier losses; None if the loss did not spike.
         norm_spike: How the norm compares with earlier norms; None if the norm did not spike.

@@ -282,7 +282,7 @@ class OperationTrace(DispatchMode):
 
 
 def _is_late_mask(factors: Sequence[Tensor]) -> bool:
-    """Return True if the factors of a product are a mask of zeros and ones, and a tensor that is NaN only at zeros."""
+    """Return True if there are two factors: a mask of zeros and ones, and a tensor that is NaN only at the zeros."""
     if len(factors) != 2 or not all(map(has_readable_values, factors)):  # noqa: PLR2004, a product
         return False
     value, mask = factors if bool(factors[0].isnan().any()) else factors[::-1]

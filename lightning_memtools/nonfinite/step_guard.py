@@ -77,9 +77,9 @@ class ExchangedError(RuntimeError):
 class StepGuard:
     """Checks the losses and gradients of every optimizer step for NaN and Inf, between backward and update.
 
-    Usually the host waits for the losses and gradient norms before the update. It need not wait with a fused optimizer
-    on a GPU, no gradient scaler and `max_skips=0`: then a flag on the device makes the optimizer ignore a bad step,
-    and the host reads this flag one step later.
+    Usually the host waits for the losses and gradient norms before the update. But if the optimizer is fused and on a
+    GPU, there is no gradient scaler, and `max_skips` is 0, the host does not wait: a flag on the device makes the
+    optimizer ignore a bad step, and the host reads the flag one step later.
 
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` after backward, and
     `before_update` right before the update. If `check` or `drain` returns a bad step, pass it to `undo`.
@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return `before` and each gradient's norm in one tensor. If ranks exchange results, `over_ranks` adds more."""
+        """Return one tensor: `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:

@@ -51,7 +51,7 @@ class StepConditions:
 
     @classmethod
     def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return the present settings of torch and of the Trainer. `given` sets the other fields."""
+        """Return the current settings of torch and of the Trainer. `given` sets the other fields."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader

@@ -61,7 +61,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
     """Return True if the optimizer's step() does nothing while the device tensor `optimizer.found_inf` is 1.
 
     This holds for PyTorch's fused kernels, which then leave even step counts unchanged. It may not hold for subclasses
-    and for other packages' optimizers. False for float64 parameters: the norm of finite values could overflow.
+    and for other packages' optimizers. With float64 parameters, the result is False: the norm could overflow.
     """
     return type(optimizer) in {SGD, Adam, AdamW, Adagrad} and all(
         group.get("fused")
@@ -71,7 +71,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return True if the next update would create optimizer state, which fused SGD leaves uninitialized if skipped."""
+    """Return True if the next update would create optimizer state. If it is skipped, fused SGD sets no valid state."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
