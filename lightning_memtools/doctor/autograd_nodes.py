@@ -17,7 +17,7 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 def nodes_below(node: Any, limit: int, *, leaves: bool = False) -> Iterator[Any]:
     """Yield up to `limit` nodes of an autograd graph, from `node` back toward the leaves, the nearest first.
 
-    AccumulateGrad nodes belong to parameters and outlive the step: they are included only with `leaves=True`.
+    AccumulateGrad nodes (one per parameter) outlive the step, and are included only with `leaves=True`.
     """
     queue, seen = deque([node]), {node}
     while queue and limit:

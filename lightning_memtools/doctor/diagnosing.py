@@ -53,13 +53,13 @@ def diagnose(
 ) -> DoctorReport:
     """Find the classic training mistakes in a model, its data and its optimizer, by running a few training steps.
 
-    The steps are real, and then undone: afterwards weights, buffers, optimizer state, attributes and random states are
-    as before. Consumed data is not restored: a generator passed as `dataloader` loses up to `steps` batches.
+    The steps are real, but undone afterwards: weights, buffers, optimizer state, attributes and random states are
+    restored. Consumed data is not: a generator passed as `dataloader` loses up to `steps` batches.
 
     Args:
         model: A module, or a LightningModule. If the module itself is in eval mode, train() is called for the steps.
-        dataloader: Yields the training batches. It is read again if it ends early. A tensor, a tuple, a dict or a
-            list of tensors is one batch.
+        dataloader: Yields the training batches. It is read again if it ends early. A tensor, or a tuple, dict or
+            list of tensors, is taken as a single batch.
         optimizer: One or several optimizers. None calls configure_optimizers of a LightningModule. Without any
             optimizer, only gradients are computed.
         step: A function that returns the loss of a batch. Needed unless the model is a LightningModule.
@@ -69,7 +69,7 @@ def diagnose(
         checkpoint: The path of a checkpoint, whose keys are compared with the model's.
         checks: "all", or names of checks.
         ignore: Names of checks to leave out.
-        steps: The number of training steps to watch, and of evaluation batches.
+        steps: The number of training steps to run, and the number of evaluation batches.
 
     Returns:
         The report. If a step raises, the report keeps what was found before, and adds the error with the user's line.
@@ -150,7 +150,7 @@ def _load_and_compare(model: nn.Module, path: str) -> list[Finding]:
 
 
 class _RealSteps(StepListener, Callback):
-    """Runs training steps in Lightning's loop, and tells an Examination, which runs the checks, of each event."""
+    """Runs training steps in Lightning's loop, and reports each event to an Examination, which runs the checks."""
 
     def __init__(self, examination: Examination, step: StepFunction | None, optimizers: Sequence[Optimizer]) -> None:
         self._examination, self._case = examination, examination.case
@@ -175,7 +175,7 @@ class _RealSteps(StepListener, Callback):
     # --- called by the runner
 
     def next_batch(self) -> Any:
-        """Return the next batch that the loop is to run."""
+        """Return the batch that the loop is to run next."""
         return self._batches.pop(0)
 
     def place(self, batch: Any, *_: Any) -> Any:
@@ -183,7 +183,7 @@ class _RealSteps(StepListener, Callback):
         return map_tensors(batch, lambda tensor: tensor.to(self._case.device))
 
     def on_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Store the optimizers. The search for what holds an autograd graph does not look into them."""
+        """Store the optimizers, and exclude them from searches for objects that hold autograd graphs."""
         self._case.optimizers = self._case.stop_at = optimizers
 
     # --- called by Lightning

@@ -58,7 +58,7 @@ def selected_checks(checks: str | Sequence[str], ignore: Sequence[str]) -> tuple
         ignore: The names of checks to leave out.
 
     Raises:
-        ValueError: There is no check of a given name.
+        ValueError: The name of a check is unknown.
     """
     wanted = NAMES if checks == "all" else [checks] if isinstance(checks, str) else checks
     ignored = [ignore] if isinstance(ignore, str) else ignore
@@ -122,7 +122,7 @@ class Examination:
                 self.tell("end")
 
     def stop(self) -> None:
-        """Restore the setting of autograd's anomaly mode, which the first step changes. Idempotent."""
+        """Undo the change that the first step makes to autograd's anomaly mode. Idempotent."""
         if self._noting_lines is not None:
             self._noting_lines.__exit__()
         self._noting_lines = None

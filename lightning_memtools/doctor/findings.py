@@ -16,14 +16,14 @@ _ORDER: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A training mistake that a check found, with the measurement or trial that shows it.
+    """A training mistake that a check found, with the evidence for it.
 
     Attributes:
         check: The name of the check.
-        severity: "error": training will fail or is wrong; "warning": it is likely wrong or wasteful; "info": good to
-            know.
-        place: The module, parameter, attribute or line of code.
-        evidence: The measurement.
+        severity: "error": training fails or is wrong; "warning": training is likely wrong or wasteful; "info": good
+            to know.
+        place: Where the mistake is: a module, parameter, attribute or line of code.
+        evidence: The measurement that shows the mistake.
         effect: What the mistake causes.
         fix: What to do, in one line.
     """
@@ -70,7 +70,7 @@ class DoctorReport:
         return tuple(finding for finding in self.findings if finding.is_serious)
 
     def table(self, findings: Sequence[Finding] | None = None) -> Table:
-        """Return all findings, or those given, as a table with one row each."""
+        """Return the given findings as a table with one row each; with None, all findings of the report."""
         rows = [
             (one.severity, f"{one.check}, {one.place}: {one.evidence} {one.effect}", one.fix)
             for one in (self.findings if findings is None else findings)
@@ -78,7 +78,7 @@ class DoctorReport:
         return Table(("severity", "evidence and effect", "fix"), rows, align="lll")
 
     def summary(self) -> str:
-        """Return one line that says how many checks were run, steps were watched and mistakes were found."""
+        """Return one line with the numbers of checks, training steps and findings."""
         steps = counted(self.steps, "training step", "training steps")
         found = (
             f"Findings: {len(self.findings)}, serious: {len(self.serious)}." if self.findings else "Nothing was found."
@@ -101,7 +101,7 @@ class TrainingMistakeError(RuntimeError):
     """Raised by TrainingDoctor with `on_finding="raise"`; the message names every serious finding.
 
     Attributes:
-        report: The report.
+        report: The report with all findings.
     """
 
     def __init__(self, report: DoctorReport) -> None:

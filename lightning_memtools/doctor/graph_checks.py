@@ -35,9 +35,9 @@ def mark_graph(case: TrainingCase, loss: Tensor) -> None:
 
 
 def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding if something holds the graphs of earlier steps, as `total_loss += loss` does.
+    """Return a finding if something keeps the autograd graphs of earlier steps alive, such as `total_loss += loss`.
 
-    This runs after each step, because a running sum may be reset when an epoch ends.
+    This runs after each step, because such a sum may be reset when an epoch ends.
     """
     # The last two may be alive by right: the latest loss, and an attribute that is about to be replaced.
     earlier = case.marks[:-2]
@@ -52,7 +52,7 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
-    """Return the variable or attribute that holds graphs older than two steps, and a description of its tensors."""
+    """Return the name of the variable or attribute that holds old graphs, and a phrase on the tensors it holds."""
     held = [
         tensor
         for tensor in all_tensors()
@@ -74,7 +74,7 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
 
 
 def evaluation_graphs(outputs: Any) -> list[Finding]:
-    """Return a finding if an evaluation step has returned outputs with an autograd graph."""
+    """Return a finding if the outputs of an evaluation step still have an autograd graph."""
     with_graph = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     if not with_graph:
         return []

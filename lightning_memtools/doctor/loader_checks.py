@@ -33,7 +33,7 @@ def note_shapes(case: TrainingCase, batch: Any) -> None:
 def batch_norm_one_sample(case: TrainingCase, loss: Tensor) -> list[Finding]:
     """Return a finding if BatchNorm layers will raise because the last batch of an epoch has only one sample.
 
-    This concerns layers that get one value per channel and sample: one sample has no variance.
+    A layer raises if it gets a single value per channel, because a single value has no variance.
     """
     norms = [module for module in case.model.modules() if isinstance(module, AnyBatchNorm) and module.training]
     # SyncBatchNorm counts the samples of all ranks.
@@ -96,7 +96,7 @@ def shared_memory(case: TrainingCase, batch: Any) -> list[Finding]:
 
 
 def scheduler_interval(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return findings on schedulers stepped per epoch whose length is in updates, or the other way round."""
+    """Return findings on schedulers that are stepped per epoch but have a length in updates, or vice versa."""
     findings = []
     for scheduler, interval, steps, others in case.schedulers:
         length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", 0)

@@ -26,7 +26,7 @@ _SUM = 2  # torch's number of reduction="sum"
 
 
 def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
-    """Return findings on operations that wrongly broadcast a prediction against its target before the first loss."""
+    """Return findings on operations near the first loss that broadcast a prediction to its target by mistake."""
     found = {}
     for node in nodes_below(loss.grad_fn, _NEAR_THE_LOSS):
         shapes = _broadcast(case, node)
@@ -37,11 +37,10 @@ def loss_broadcast(case: TrainingCase, loss: Tensor) -> list[Finding]:
 
 
 def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
-    """Return the shapes of prediction and result if this node broadcasts a prediction by mistake, else None.
+    """Return (prediction's shape, result's shape) if this node broadcasts a prediction by mistake, else None.
 
-    It is a mistake under three conditions. The other input has no gradient, so it is a target. A tensor of the batch
-    has the prediction's shape, apart from dimensions of size 1. The prediction was not unsqueezed, as it would be to
-    compute the distances of all pairs.
+    Such a node compares the prediction with a target, and its result is larger than the prediction by a factor of the
+    batch size. If the prediction was unsqueezed, this is intended, for example to compute pairwise distances.
     """
     inputs = inputs_of(node)
     if operator_of(node) not in _COMPARE or len(inputs) != 1 or case.batch_size == 1:
@@ -57,13 +56,13 @@ def _broadcast(case: TrainingCase, node: Any) -> tuple[Shape, Shape] | None:
 
 
 def note_sums(case: TrainingCase, loss: Tensor) -> None:
-    """Find the terms of the first loss that sum over the batch, and register hooks that record their gradients."""
+    """Find the terms of the first loss that sum over the batch, and record the gradients that lead to each of them."""
     if case.batch_size > 1 and not case.computes_nothing:
         case.sums = _sums(case.batch_size, loss.grad_fn, ())
 
 
 def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[SumOverBatch]:
-    """Return the terms below `node` that sum over the batch. `way` holds the recorded gradients of nodes above."""
+    """Return the sums over the batch behind `node`. `way`: the gradients recorded at nodes from the loss to `node`."""
     gradients: list[Tensor] = []
     node.register_prehook(lambda arriving: gradients.extend(one.detach() for one in arriving if one is not None))
     way = (*way, gradients)
@@ -85,8 +84,8 @@ def _sums(batch_size: int, node: Any, way: tuple[list[Tensor], ...]) -> list[Sum
 def loss_sum(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding if the loss is a sum over the batch that is never divided by the batch size.
 
-    The recorded gradients show by which factor each node between the loss and the sum multiplies. Integers and 0.5
-    count as constants; any other factor counts as a division by a number of samples, elements or tokens.
+    The recorded gradients tell by which factors the sum is multiplied to get the loss. A factor that is neither an
+    integer nor 0.5 is assumed to be a division by the number of samples, elements or tokens.
     """
     for one in case.sums:
         arrived = [float(gradients[0]) for gradients in one.way if gradients]

@@ -102,7 +102,7 @@ MISTAKES: dict[str, tuple[Severity, str, str]] = {
 
 
 def finding(mistake: str, place: str, evidence: str, **fields: Any) -> Finding:
-    """Return a Finding for the entry `mistake` of `MISTAKES`; `fields` fill in the placeholders of its strings."""
+    """Return a Finding with the texts of `MISTAKES[mistake]`. `fields` fill in the placeholders in these texts."""
     severity, effect, fix = MISTAKES[mistake]
     check = mistake.partition("/")[0]
     return Finding(check, severity, place, evidence, effect.format(**fields), fix.format(**fields))

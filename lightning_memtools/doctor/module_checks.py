@@ -19,7 +19,7 @@ _LARGEST_USUAL_SEED = 2**32
 
 
 def note_frozen_norms(case: TrainingCase, _: Any) -> None:
-    """Record in `case` the weights of frozen BatchNorm layers, and how often their running statistics were written."""
+    """Record in `case` the weights of frozen BatchNorm layers, and how often their statistics have been updated."""
     case.frozen_norms = [
         (name, norm, norm.weight.tolist(), write_count(norm.num_batches_tracked))
         for name, norm in case.model.named_modules()
@@ -31,7 +31,7 @@ def note_frozen_norms(case: TrainingCase, _: Any) -> None:
 def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
     """Return a finding on frozen BatchNorm layers whose running statistics the training steps have changed.
 
-    Layers whose weights have changed too are skipped, since they follow another model, as in a momentum encoder.
+    Layers whose weights have also changed are skipped: they copy another model, for example in a momentum encoder.
     """
     moved = [
         name
@@ -47,7 +47,7 @@ def frozen_norms(case: TrainingCase, _: Any) -> list[Finding]:
 
 
 def devices(case: TrainingCase, _: Any) -> list[Finding]:
-    """Return a finding on parameters, buffers and tensor attributes that are not on the training's device."""
+    """Return a finding on parameters, buffers and tensor attributes that are not on the device used for training."""
     model, home = case.model, case.device
     # Strategies may keep parameters on the host; accelerate places a model's parts, and moves the inputs of each.
     if case.sharded or any(hasattr(part, "hf_device_map") for part in (model, *model.children())):

@@ -37,7 +37,7 @@ def optimizer_parameters(case: TrainingCase, _: Any) -> list[Finding]:
 def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
     """Record in `case` the norms of an optimizer's gradients, and of its parameters that have weight decay.
 
-    The norms stay on the device. Those of parameters are recorded only at the first and the fifth update.
+    Norms of parameters are recorded only at the first and the fifth update. All norms stay on the device.
     """
     if case.sharded or case.computes_nothing:
         return
@@ -62,7 +62,7 @@ def note_update(case: TrainingCase, optimizer: Optimizer) -> None:
 
 
 def _norms_of(tensors: dict[str, Tensor], device: torch.device) -> tuple[list[str], Tensor]:
-    """Return the names and norms of tensors. The norms are in one tensor on the device, to save memory."""
+    """Return the names of tensors, and the norms of these tensors as a single tensor on `device`."""
     if not tensors:
         return [], torch.empty(0)
     norms = l2_norm_of_each(list(tensors.values()), None)
@@ -78,7 +78,7 @@ def _values_of(norms: tuple[list[str], Tensor]) -> Iterable[tuple[str, float]]:
 def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
     """Return findings on parameters whose gradient was None or zero at every update.
 
-    The findings also say how much weight decay shrank these parameters. The host waits to read the norms.
+    The findings also say how much weight decay shrank these parameters. Reading the norms waits for the device.
     """
     n_updates, n_moved, weights = Counter[str](), Counter[str](), defaultdict[str, list[float]](list)
     for update in case.updates:

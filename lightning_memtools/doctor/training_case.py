@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 class SumOverBatch(NamedTuple):
-    """A term of the loss that is a sum over the batch, with the gradients on the way from the loss to the sum."""
+    """A term of the loss that sums over the batch. `way` holds the gradients at each node from the loss to the sum."""
 
     place: str
     shape: Shape
@@ -36,7 +36,7 @@ class UpdateNorms(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TrainingCase:
-    """The objects and settings of a training run that the checks read, and the values that they recorded."""
+    """The objects and settings of a training run that the checks read, and the values that the checks recorded."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()

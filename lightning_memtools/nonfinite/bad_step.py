@@ -80,7 +80,7 @@ class BadStep:
 
     @classmethod
     def read_from(cls, step: GuardedStep) -> BadStep:
-        """Create a BadStep from the values that StepGuard has already read. No tensor is read again."""
+        """Create a BadStep from the values of a step that the host has already read. No tensor is read again."""
         indices = [micro.index for micro in step.micro for _ in micro.losses]
         return cls(
             step=step.number,
@@ -104,7 +104,7 @@ class BadStep:
 
     @property
     def first_bad_batch(self) -> int | None:
-        """The index of the first batch with NaN or Inf in its loss or tensors; of the last batch if none has any."""
+        """The index of the first batch whose loss or tensors hold NaN or Inf; without such a batch, the last index."""
         bad = [index for index, loss in self.losses if not math.isfinite(loss)]
         bad += [each.batch_idx for each in self.dirty]
         return next(iter([*bad, *reversed(self.batches)]), None)
@@ -158,20 +158,20 @@ class BadStep:
 
     @property
     def next(self) -> str:
-        """Advice on what to do next; if the step was written to a file, with the command that runs it again."""
+        """Advice on what to do next. If the step was written to a file, this includes the command to run it again."""
         if self.step_path is None:
             return self.advice
         command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"
         return f"{self.advice} Run the step again: {command}"
 
     def message(self) -> str:
-        """Return the message of the error. It says all that the report says."""
+        """Return the error message, with everything that is in the report."""
         lines = [f"{what}: {value}" for what, value in self.facts()]
         report = f"Report: {_shown(self.report_path) or self.report_note}"
         return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
 
     def markdown(self) -> str:
-        """Return the report as markdown: a table of what the error message says, and one of the first bad gradients."""
+        """Return the report as markdown: a table of facts, and a table of the first gradients with NaN or Inf."""
         rows = [("Next", self.next), *self.facts()]
         amounts = [(each.name, each.amount) for each in self.gradients[:_MOST_ROWS]]
         tables = Table(("", ""), rows, "ll"), Table(("bad gradient", "amount"), amounts, "ll")
@@ -197,23 +197,23 @@ class BadStep:
 
 
 class NonFiniteError(RuntimeError):
-    """Raised when a loss, gradient or weight is NaN or Inf. Losses that evaluation logs count, too.
+    """Raised when a loss, gradient or weight is NaN or Inf, including losses that are logged in evaluation.
 
-    The message says everything, and is the same on every rank. The attributes are meant for code.
+    The message has all details, and is the same on every rank. The attributes are for code that handles the error.
 
     Attributes:
-        step: The training step, counted as the x axis of `self.log` counts.
+        step: The training step, as on the x axis of values logged with `self.log`.
         batch_idx: The index of the batch within its epoch; None if unknown.
         rank: The rank whose loss or batch was bad; None if only the gradients, which all ranks share, were bad.
         stage: "train", "val" or "test".
         cause: The likely cause, as a value of `NonFiniteCause`; None in evaluation.
-        losses: The losses of the last steps on this rank (at most 20), the bad step last.
+        losses: The losses of the last steps on this rank (at most 20). The bad step comes last.
         parameters: The parameters that held NaN or Inf, or whose gradients did.
-        norms: The gradient norms of the steps in `losses`.
+        norms: The gradient norms of the same steps.
         path: The report file, if it could be written.
         checkpoint_path: The checkpoint of the last good state, if one was written.
         step_path: The file from which `replay` runs the step again, if one was written.
-        explanation: The bad step, with the operation that made the first NaN or Inf; None if that was not found.
+        explanation: The BadStep with the operation that made the first NaN or Inf; None if no operation was identified.
     """
 
     step: int
@@ -291,7 +291,7 @@ def bad_optimizer_state(model: Module, optimizers: Iterable[Optimizer]) -> list[
 
 
 def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequence[BadTensor]) -> tuple[str, str]:
-    """Return a phrase on what in the last update may have made the weights `bad`, and advice; ("", "") if unknown."""
+    """Return (what in the last update may have caused the bad weights `bad`, advice); ("", "") if unknown."""
     names = {each.name for each in bad}
     weights = {id(p) for name, p in model.named_parameters() if plain_name(name) in names}
     for optimizer in optimizers:
@@ -348,7 +348,7 @@ def infer(bad: BadStep) -> None:
 
 
 def already_bad(bad: BadStep, names: str) -> str:
-    """Return a phrase that says that the tensors `names` were NaN or Inf before the step, and why, if known."""
+    """Return a phrase saying that the tensors `names` held NaN or Inf before the step, and the suspected reason."""
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
@@ -377,7 +377,7 @@ def what_grew(bad: BadStep) -> str:
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
     """Return the BadStep of the rank to blame; None if no rank can be blamed.
 
-    A rank with a bad loss is blamed first, then one with a bad batch, then one whose step is bad when run alone.
+    A rank with a bad loss is blamed first, then a rank with a bad batch, then a rank whose rerun was bad as well.
     """
     if len(everyone) == 1:
         return everyone[0]
@@ -393,9 +393,9 @@ def state_error(
     suspects: tuple[str, str],
     history: Sequence[PastStep],
 ) -> NonFiniteError:
-    """Return the error to raise instead of writing a checkpoint with NaN or Inf. `everyone`: each rank's bad tensors.
+    """Return the error that is raised instead of saving a checkpoint with NaN or Inf. `everyone`: bad tensors per rank.
 
-    `finite_at` is the last step at which all tensors were known to be finite. `suspects` is from `suspects_of_update`.
+    `finite_at` is the last step at which all tensors were known to be finite. `suspects`: see `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     text, advice = suspects

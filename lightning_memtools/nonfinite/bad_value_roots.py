@@ -80,15 +80,15 @@ class BadValueRoot:
 
 
 def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> BadValueRoot | None:
-    """Return where the NaN or Inf that is now in the storages `start` first appeared; None if not recorded.
+    """Return where the NaN or Inf in the storages `start` first appeared; None if that was not recorded.
 
-    Infinities that are intended, as in a mask, do not count. If there are no others, return the operation that made
-    NaN from them.
+    An Inf that is intended, such as in a mask, does not count. If every Inf is intended, return the operation that
+    turned Inf into NaN.
 
     Args:
         events: The operations with NaN or Inf in their outputs, in the order in which they ran.
         start: The keys of the storages to explain, such as the key of the loss.
-        leaf_of: A function that takes the key of a storage that no operation wrote, and returns its tensor.
+        leaf_of: A function that returns the tensor in a storage that no operation wrote, given the storage's key.
     """
     way_back = _BackwardSlice(events, start, leaf_of)
     real = [root for root in way_back.roots if not root.is_benign]
@@ -101,12 +101,12 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
 
 
 def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
-    """Return True if the code multiplied all NaN by the zeros of a mask. This removes none of them: NaN * 0 is NaN."""
+    """Return True if the code multiplied every NaN by a zero of a mask. This does not remove NaN: NaN * 0 is NaN."""
     return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
-    """Return `event`. But if it only copies its input, return the first later operation that computes with the copy."""
+    """Return `event`, or, if it only copies its input, the first later operation that computes with the copy."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
         made = {use.key for use in event.outputs}
         after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
@@ -153,7 +153,7 @@ class _BackwardSlice:
                 waiting += self._before(*wanted)
 
     def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Return the events that wrote the bad inputs of event `index`, each as (index, whether to follow NaN)."""
+        """Return the events that wrote the bad inputs of event `index`, as (index, whether the input holds NaN)."""
         event = self._events[index]
         if self._ends_at_masks and event.masks:
             return []
@@ -179,9 +179,9 @@ class _BackwardSlice:
         return earlier
 
     def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
-        """Return the index of the last event before `before` that wrote NaN or Inf to the storage `key`, or None.
+        """Return the index of the last event before event `before` that wrote NaN or Inf to the storage `key`, or None.
 
-        With `wants_nan`, only events that wrote NaN count: later ones may have written Inf elsewhere in the storage.
+        With `wants_nan`, only events that wrote NaN count, because later events may have written Inf to other elements.
         """
         writers = reversed(self._writers[key][: bisect_left(self._writers[key], before)])
         return next((index for index in writers if not wants_nan or self._holds_nan(index, key)), None)
@@ -191,7 +191,7 @@ class _BackwardSlice:
 
 
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
-    """Return a sentence that says where NaN or Inf first appeared: the operation, its module, code line and inputs."""
+    """Return a sentence on where NaN or Inf first appeared: the operation, code line, inputs and affected samples."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
     is_users = event.place is not None and not event.place.caller
     where = event.module or (event.place.function if event.place is not None and is_users else class_name)

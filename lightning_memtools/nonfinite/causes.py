@@ -94,7 +94,7 @@ ANY_OVERFLOW = "keep the inputs of {name} smaller: normalize or clamp them."
 def advice_for(operation: str, of_forward: str, *, overflows: bool) -> str:
     """Return advice for an operation, such as ``"aten.log"``, that overflows or whose input is outside its domain.
 
-    `of_forward` names the forward operation if `operation` is part of its backward; otherwise it is "".
+    `of_forward` names the forward operation if `operation` ran in backward; otherwise it is "".
     """
     names = [_short(each) for each in (of_forward, operation) if each]
     name = next((each for each in names if each in OF_OPERATIONS), names[0])
@@ -107,7 +107,7 @@ def _short(operation: str) -> str:
 
 
 def public_name(operation: str) -> str:
-    """Return the public name of an operation, such as ``"torch.log"`` for "aten.log". If none, return `operation`."""
+    """Return the public name of an operation, such as ``"torch.log"`` for "aten.log"; if there is none, `operation`."""
     namespace, _, name = operation.partition(".")
     plain = name.removeprefix("native_").removesuffix("_forward")
     if namespace != "aten" or name.startswith("_"):

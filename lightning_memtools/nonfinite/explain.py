@@ -33,7 +33,7 @@ Finding = tuple[NonFiniteCause, str, str]
 
 
 def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, str]:
-    """Run a bad step again; if `explains`, find its cause. Record the results in `bad`. Return gradient hashes."""
+    """Run a bad step again, store the results in `bad`, and return gradient hashes. With `explains`, find the cause."""
     digests: dict[str, str] = {}
     with rerun:
         try:
@@ -122,9 +122,9 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
-    """Return the position of the micro-batch to blame.
+    """Return the position of the micro-batch to blame: the first with a bad loss; if there is none, the last.
 
-    It is the first with a bad loss; else the first that holds NaN or Inf, if `root` is in a batch; else the last.
+    If all losses are finite but `root` is in a batch, it is the first micro-batch that holds NaN or Inf.
     """
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
@@ -155,7 +155,7 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
 
 
 def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
-    """Return the cause, evidence and advice for a NaN or Inf that came from the tensor `name` of the batch."""
+    """Return cause, evidence and advice for NaN or Inf in the batch tensor `name`, which may be masked too late."""
     if root.is_benign:  # nothing else is bad
         return NonFiniteCause.DOMAIN, f"{name} holds -Inf, as masks do, and it reaches the loss", ADVICE["mask"]
     its = "; ".join(str(each) for each in inputs if each.name == name) or "; ".join(map(str, inputs))
@@ -187,7 +187,7 @@ def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple
 
 
 def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | None:
-    """Return (batch, index): a copy of the batch in which the sample at `index` replaces all `samples`; or None."""
+    """Return (copy of the batch with `samples` replaced by a good sample, index of that sample); None if impossible."""
     bad = set(samples)
     good = next((index for index in range(n_samples_of(batch) or 0) if index not in bad), None)
     if good is None or not bad:
@@ -204,7 +204,7 @@ def with_other_samples(batch: Any, samples: Sequence[int]) -> tuple[Any, int] | 
 
 
 def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[int, ...]:
-    """Return the indices of the samples with bad values; () if the operation's tensors have no batch dimension."""
+    """Return the indices of the bad samples in the micro-batch at `position`; () if they cannot be identified."""
     micro = rerun.micro[position]
     if (n_samples := n_samples_of(micro.batch)) is None:
         return ()

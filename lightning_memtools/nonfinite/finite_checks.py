@@ -23,7 +23,7 @@ def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
 
 
 def floats_of(tensor: Tensor) -> Tensor | None:
-    """Return the floating-point values that a tensor stores on this rank; None if there are none, or none can be read.
+    """Return the floating-point values that a tensor stores on this rank; None if it has none that can be read.
 
     This is safe for every kind of tensor. Sparse and nested tensors give their stored values, distributed
     tensors their local shard, and complex tensors pairs of real numbers. Meta, fake, quantized and uninitialized
@@ -133,7 +133,7 @@ def measure_and_read(gradients: Sequence[Tensor], losses: Sequence[Tensor]) -> l
 
 @dataclass(frozen=True, slots=True)
 class BadTensor:
-    """A tensor with NaN or Inf, and the number of such elements. Of a sharded tensor, only this rank's shard counts."""
+    """A tensor with NaN or Inf, and the number of such elements. For a sharded tensor, only this rank's part counts."""
 
     name: str  # the parameter's or buffer's name
     n_nan: int | None  # the number of elements that are NaN; None where only the norm is known
@@ -155,7 +155,7 @@ class BadTensor:
 
 
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
-    """Return the tensors that hold NaN or Inf, in the order given. Finite values do not count, however large."""
+    """Return the tensors that hold NaN or Inf, in the order given. Large finite values do not count."""
     pairs = [(name, floats) for name, tensor in named if (floats := floats_of(tensor)) is not None]
     if not pairs:
         return []
@@ -165,7 +165,7 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
 
 
 def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
-    """Return the tensors with NaN or Inf, given (name, values, norm) for each. If the norm is finite, skip it."""
+    """Return the tensors with NaN or Inf, given (name, values, norm) for each. A finite norm rules out both."""
     bad = []
     for name, floats, norm in measured:
         if math.isfinite(norm):

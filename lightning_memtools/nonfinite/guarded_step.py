@@ -38,16 +38,16 @@ class MicroBatch:
     is_copied: bool = False  # whether the step has tensors of its own, so that it cannot write to these
 
     def move_to_host(self) -> None:
-        """Replace the batch's tensors by copies in host memory. On a GPU the copies are asynchronous."""
+        """Replace the batch's tensors with copies in host memory. On a GPU the copies are asynchronous."""
         if not self.was_moved:
             with host_memory():
                 self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
 
 
 class BatchKeeper:
-    """Keeps each batch as training_step got it, in new dicts and lists, because training_step may change its batch.
+    """Keeps each batch as training_step received it, because training_step may change its batch.
 
-    If training_step writes to a tensor of one of the first two batches, the tensors of all later ones are copied, too.
+    Dicts and lists are always copied, tensors only if training_step has written to a tensor of the first two batches.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class BatchKeeper:
         self._n_watched, self._counts = 0, list[tuple[Tensor, int]]()
 
     def keep(self, batch: Any) -> Any:
-        """Return a copy of a batch that training_step cannot change. Call this before training_step gets the batch."""
+        """Copy a batch, so that training_step cannot change the copy. Call this before training_step gets the batch."""
         if self.copies:
             return map_tensors(batch, _copied)
         self._n_watched += 1
@@ -64,7 +64,7 @@ class BatchKeeper:
         return in_new_containers(batch)
 
     def end_batch(self) -> None:
-        """Check whether training_step has written to the tensors of its batch. If so, later batches are copied."""
+        """Check whether training_step wrote to tensors of the batch. If so, tensors of later batches are copied."""
         self.copies = self.copies or any(write_count_or_none(tensor) != count for tensor, count in self._counts)
         self._counts = []
 
@@ -95,7 +95,7 @@ class StepReading:
 
     @property
     def mean_loss(self) -> float:
-        """The mean of this rank's losses; NaN if it had none."""
+        """The mean of this rank's losses; NaN if there are none."""
         return sum(self.losses) / len(self.losses) if self.losses else math.nan
 
 

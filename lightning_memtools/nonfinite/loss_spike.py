@@ -13,7 +13,7 @@ SpikeAction = Literal["report", "skip", "rollback"]
 
 
 class LossSpikeError(RuntimeError):
-    """Raised by LossSpikes at the first spike after `max_actions` others. The attribute `spike` describes it."""
+    """Raised by LossSpikes at the next spike after `max_actions` skips or rollbacks. `spike` describes it."""
 
     def __init__(self, message: str, spike: LossSpike) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class LossSpike:
     """A spike: a step whose loss or gradient norm is far above those of earlier steps.
 
     Attributes:
-        step: The training step, counted as the x axis of the logs counts.
+        step: The training step, as on the x axis of the logs.
         batches: The indices of the step's batches within the epoch.
-        loss: The mean of the step's losses, on the rank where this is largest. NaN if there was no loss.
+        loss: The mean loss of the step, on the rank where the mean is largest. NaN if there was no loss.
         norm: The L2 norm over all gradients, before clipping.
-        loss_spike: The comparison of the loss with earlier losses; None if the loss did not spike.
-        norm_spike: The comparison of the norm with earlier norms; None if the norm did not spike.
+        loss_spike: How the loss compares with earlier losses; None if the loss did not spike.
+        norm_spike: How the norm compares with earlier norms; None if the norm did not spike.
         learning_rates: The learning rates of the optimizer.
         done: The action taken: "report" (training was not changed), "skip", "rollback" or "halt".
         taken_back: The number of optimizer updates that the rollback undoes; 0 without a rollback.

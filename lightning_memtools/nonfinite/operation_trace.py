@@ -101,7 +101,7 @@ def bad_floats_of(tensor: Tensor) -> Tensor | None:
 
 
 def facts_of(tensor: Tensor, *, only_nan: bool = False) -> TensorFacts | None:
-    """Return a description of a tensor; None if it has no floating-point values. With `only_nan`, Inf is fine."""
+    """Describe a tensor; None if it has no floating-point values. With `only_nan`, only samples with NaN are listed."""
     floats = floats_of(tensor)
     if floats is None:
         return None
@@ -158,7 +158,7 @@ class OperationTrace(DispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Return a context manager that records operations. It adds global module hooks, to know which module runs."""
+        """Return a context manager that records operations. Global module hooks tell it which module is running."""
         self._running.clear()
         hooks = [
             register_module_forward_pre_hook(lambda module, _: self._running.append(self._names.get(id(module), ""))),
@@ -214,8 +214,8 @@ class OperationTrace(DispatchMode):
     def _note_nodes(self, func: Any, *, backward: bool) -> None:
         """Record which forward operation created the autograd nodes that are new since the last call.
 
-        There may be several: under torch.func.grad, an operation creates one node per level. Nodes created in backward
-        (create_graph=True) are recorded for the forward operation whose backward is running.
+        An operation may create several nodes, for example under nested torch.func.grad. Nodes that are created in
+        backward (create_graph=True) are recorded for the forward operation whose backward is running.
         """
         if get_ident() != self._thread:  # on a GPU backward has a thread of its own, which counts from 0
             return
@@ -282,7 +282,7 @@ class OperationTrace(DispatchMode):
 
 
 def _is_late_mask(factors: Sequence[Tensor]) -> bool:
-    """Return True if there are two factors, and one is a mask of zeros and ones that is 0 wherever the other is NaN."""
+    """Return True if there are two factors: a mask of zeros and ones, and a tensor that is NaN only at the zeros."""
     if len(factors) != 2 or not all(map(has_readable_values, factors)):  # noqa: PLR2004, a product
         return False
     value, mask = factors if bool(factors[0].isnan().any()) else factors[::-1]
@@ -301,13 +301,13 @@ def _hold_nan(uses: Sequence[BadUse]) -> bool:
 def _line_here(*, in_backward: bool) -> CodeLine | None:
     """Return the innermost line of code on the stack that is not in torch or this package; None if there is none.
 
-    In backward, only lines that backward itself runs count: those of a torch.autograd.Function or a recomputed layer.
+    In backward, only code that backward itself runs counts, such as a torch.autograd.Function or a recomputed layer.
     """
     return line_on_stack(stop_at=_NOT_IN_BACKWARD if in_backward else _NOT_IN_STEP)
 
 
 def _is_finite_when_wide(func: Any, args: Any, kwargs: Any) -> bool | None:
-    """Return whether the operation, computed in float64, gives a finite result; None if it cannot be computed so."""
+    """Return whether the operation gives a finite result in float64; None if it cannot be computed in float64."""
     narrow = {torch.float32, torch.float16, torch.bfloat16}
 
     def widen(each: Any) -> Any:

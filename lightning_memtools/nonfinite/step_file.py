@@ -48,8 +48,8 @@ def step_as_plain(
 ) -> dict[str, Any]:
     """Return the content of a bad step's file, as values that `torch.load(weights_only=True)` accepts.
 
-    `parameters` has the names of the parameters that got gradients in the step. `checkpoint` is the name of the file
-    with the weights, in the same folder. If a batch holds values that are not accepted, StepFileError is raised.
+    `parameters`: the names of the parameters that got gradients. `digests`: the hashes of the gradients. `checkpoint`:
+    the name of the file with the weights. If a batch holds values that are not accepted, StepFileError is raised.
     """
     module, micro = rerun.module, rerun.micro
     left_out = [str(each.index) for each in micro if not _is_plain(each.batch)]
@@ -144,11 +144,11 @@ class Replay:
         path: The file.
         step: The training step.
         losses: The loss of each micro-batch (in manual optimization: of each backward pass).
-        gradients: The gradient of each parameter, by parameter name, as the optimizer would see it.
+        gradients: The gradient of each parameter, by parameter name, without a gradient scaler's factor.
         is_finite: Whether all losses and gradients are finite in this run.
         mismatches: The differences between this run and the original step, each as a sentence.
         doubts: The reasons why this run may differ from the original step, each as a sentence.
-        explanation: The step, with the operation that made the first NaN or Inf; None if that was not found.
+        explanation: The BadStep with the operation that made the first NaN or Inf; None if no operation was identified.
         text: The message in which HaltOnNaN reported the step.
         model: The module, in its state when the step began.
         batches: The batches of the step.
@@ -295,7 +295,7 @@ def _replay(path: Path, model: Any) -> Replay:
 
 
 def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
-    """Return `model`, or if it is a class or function, the module that it creates, with the checkpoint's weights."""
+    """Return `model`, or the module created by the class or function `model`, with the checkpoint's weights loaded."""
     if isinstance(model, nn.Module):
         module = model
     elif isinstance(model, type) and hasattr(model, "load_from_checkpoint"):

@@ -46,7 +46,7 @@ Gradients = Literal["whole", "replicated", "sharded"]
 
 @dataclass(frozen=True, slots=True)
 class ReadingWatch:
-    """A function that is called with each finite step, and that may prevent the step's update."""
+    """A function that is called with each step without NaN or Inf, and may prevent the step's update."""
 
     decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
     read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: it is normal if the gradient scaler skips this step."""
+    """Return the verdict on a step. `is_scaler_normal`: True while skips by the gradient scaler are normal."""
     if not bad_loss and not bad_gradient:
         return Verdict.GOOD
     if is_scaler_normal and not bad_loss:
@@ -71,29 +71,29 @@ def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_l
 
 
 class ExchangedError(RuntimeError):
-    """Raised on all ranks, in the same check, if one rank could not read its losses and gradients."""
+    """Raised on all ranks at the same step if any rank could not read its losses and gradients."""
 
 
 class StepGuard:
     """Checks the losses and gradients of every optimizer step for NaN and Inf, between backward and update.
 
-    There are two ways to check. Usually the host waits for the losses and gradient norms before the update. But with a
-    fused optimizer on a GPU, no gradient scaler and `max_skips=0`, a flag on the device makes the optimizer ignore a
-    bad step. The host reads this flag one step later, so that nothing waits.
+    Usually the host waits for the losses and gradient norms before the update. But if the optimizer is fused and on a
+    GPU, there is no gradient scaler, and `max_skips` is 0, the host does not wait: a flag on the device makes the
+    optimizer ignore a bad step, and the host reads the flag one step later.
 
     Call `begin` before a batch's forward pass, `loss` before its backward pass, `check` after backward, and
-    `before_update` right before the update. If `check` or `drain` returns a step, it is bad: pass it to `undo`.
+    `before_update` right before the update. If `check` or `drain` returns a bad step, pass it to `undo`.
 
     `max_skips` and `amp_patience` are as in HaltOnNaN. With `records`, random states are recorded for a rerun.
-    `gradients` is "whole" if there is one rank, "replicated" if all ranks have the same gradients, and "sharded" if
-    each rank has a part of them. `mark_loop` is called at the start of each step. It returns a function by which
-    `undo` resets the caller's counters. `watch` is called with each finite step.
+    `gradients` is "whole" for a single rank, "replicated" if all ranks have the same gradients, and "sharded" if each
+    rank has a part of the gradients. `mark_loop` is called at the start of each step, and returns a function with
+    which `undo` resets the caller's counters. `watch` is called with each step without NaN or Inf.
 
     Attributes:
         history: The losses and norms of the last 20 steps, oldest first.
-        skipped: (step number, batch indices) of each bad step that was skipped so far.
-        saw_gradients: True once any parameter `p` had a `p.grad`. Gradients kept elsewhere cannot be checked.
-        carries_losses: True if a bad loss is made to turn all gradients into NaN, so that other ranks learn of it.
+        skipped: The bad steps that were skipped so far, as (step number, batch indices).
+        saw_gradients: True once any parameter had a gradient in `grad`. Gradients stored elsewhere cannot be checked.
+        carries_losses: True if a bad loss turns all gradients into NaN, so that the other ranks notice it.
         is_sharded: True if each rank has only a part of the weights and gradients.
         exchanges: True if each check runs a collective, in which all ranks take part.
         failure: The reason why this rank cannot go on, set by the caller. The next check then raises on all ranks.
@@ -158,10 +158,10 @@ class StepGuard:
             poison(loss)
 
     def check(self, optimizer: Optimizer, *, scaler: Any = None, reopen: bool = False) -> GuardedStep | None:
-        """Check the step before its update. Return a bad step, or None. `reopen`: the batch may have further steps.
+        """Check the step before its update. If this or an earlier step has to end training, return that step.
 
-        Raises:
-            ExchangedError: A rank could not read its losses and gradients. All ranks raise it.
+        With `reopen`, the batch may have further optimizer steps. ExchangedError is raised on all ranks if one rank
+        could not read its losses and gradients.
         """
         self._has_exchanged = False
         try:
@@ -191,7 +191,7 @@ class StepGuard:
         return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """If the step is to be skipped, remove the gradients, so that no weight changes. Call it after all hooks."""
+        """If the step is to be skipped, remove the gradients, so that no weight changes. Call this after all hooks."""
         if self._to_skip is optimizer:
             self._to_skip = None
             hide_gradients(optimizer)
@@ -201,7 +201,7 @@ class StepGuard:
         return self._read_flags(wait=True)
 
     def undo(self, bad: GuardedStep) -> tuple[str, ...]:
-        """Restore buffers, optimizer settings and the caller's counters. Return the names of what remains changed."""
+        """Restore buffers, optimizer settings and the caller's counters. Return the names of what was not restored."""
         for step in reversed((bad, *bad.later)):
             step.restore_settings()
         unrestored = self._buffers.unrestored()
@@ -213,7 +213,7 @@ class StepGuard:
         return tuple(unrestored)
 
     def close(self) -> None:
-        """Let the optimizers make all updates again, and release all tensors. Idempotent."""
+        """Remove the flag that makes optimizers skip updates, and release all tensors. Idempotent."""
         if self._flag is not None:
             self._flag.close()
         self._step = None
@@ -340,7 +340,7 @@ class StepGuard:
     def _measured(
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
-        """Return one tensor of `before` and each gradient's norm. `over_ranks` extends it if ranks exchange results."""
+        """Return one tensor: `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
         has_failed = bool(self.failure)
         numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:
@@ -385,11 +385,11 @@ def reads_at_once(gradients: list[Tensor]) -> bool:
 
 
 class HiddenGradientsError(ValueError):
-    """Raised at setup if gradients cannot be read under the strategy. The message says why, and what to do."""
+    """Raised at setup if the Trainer's strategy hides the gradients. The message says why, and what to do."""
 
 
 def gradients_under(strategy: type, *, world_size: int) -> Gradients:
-    """Return whether the gradients on a rank are "whole", "replicated" or "sharded"; raise if they cannot be read."""
+    """Return whether gradients are "whole", "replicated" or "sharded" (see StepGuard). Raise if they are hidden."""
     reason = why_unsupported("HaltOnNaN", strategy)
     if reason is not None:
         raise HiddenGradientsError(

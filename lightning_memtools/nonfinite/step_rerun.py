@@ -51,7 +51,7 @@ class StepConditions:
 
     @classmethod
     def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return the settings that are now in effect: of torch, of the Trainer, and the fields in `given`."""
+        """Return the current settings of torch and of the Trainer. `given` sets the other fields."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
@@ -108,7 +108,7 @@ class StepRerun:
 
     Attributes:
         written: The names of the parameters, attribute tensors and batch tensors that the step overwrites. The
-            original step did so, too, so a rerun cannot start from their original values.
+            original step overwrote them, too, so a rerun cannot start from the original values.
     """
 
     module: Module  # the LightningModule, with the weights and buffers that the step began with
@@ -164,7 +164,7 @@ class StepRerun:
 
         Args:
             within: A context manager in which forward and backward run, such as a dispatch mode.
-            batches: Replacements for some of the step's batches: position of the batch to new batch.
+            batches: Replacements for some of the step's batches, as a dict from a batch's position to its replacement.
 
         Raises:
             CannotRerunError: The step raised an error or used a collective.
@@ -214,7 +214,7 @@ class StepRerun:
         self._losses.append(undivided_loss(loss, self.conditions.divided_by, factor))
 
     def _before_update(self) -> bool:
-        """Count an optimizer update. Return True if it is the one that was bad, so that the rerun ends here."""
+        """Count an optimizer update. Return True if it is the update of the bad step, which ends the rerun."""
         micro = self._now
         self._n_updates += 1
         if self._n_updates == micro.updates_before:
@@ -222,7 +222,7 @@ class StepRerun:
         return self._n_updates > micro.updates_before and micro is self.micro[-1]
 
     def _writes(self) -> dict[str, Any]:
-        """Return a marker for each parameter, attribute tensor and batch tensor. A write to a tensor changes it."""
+        """Return a marker of each parameter, attribute and batch tensor. Writing to a tensor changes its marker."""
         tensors = [*self.module.named_parameters(), *tensors_in_attributes(self.module), *self._inputs]
         return {
             key: (id(each), write_count_or_none(each), each.data_ptr() if is_in_memory(each) else 0)
@@ -251,7 +251,7 @@ def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimiz
 
 
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the SHA-256 of each gradient's dtype and bits, by name; of the dtype only, if bits cannot be read."""
+    """Return the SHA-256 of each gradient's dtype and bits, by name. Bits that cannot be read are left out."""
     digests = {}
     for name, gradient in gradients.items():
         digest, floats = sha256(str(gradient.dtype).encode()), floats_of(gradient)

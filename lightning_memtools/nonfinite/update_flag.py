@@ -15,8 +15,8 @@ from lightning_memtools.nonfinite.guarded_step import GuardedStep
 class UpdateFlag:
     """Decides on the device whether an optimizer step may change weights. The host reads the decision later.
 
-    `flag` is the 0-dim float32 tensor that fused optimizers get as `found_inf`: if it is 1, they change nothing. It
-    stays 1 after a bad step, so that the host may read it at any later time.
+    `flag` is a 0-dim float32 tensor that is set as `found_inf` on fused optimizers: if it is 1, they change nothing.
+    After a bad step it stays 1, so that the host may read it at any later time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class UpdateFlag:
 
     @torch.no_grad()
     def check(self, optimizer: Optimizer, numbers: Tensor, deciding: slice, step: GuardedStep) -> None:
-        """If any of `numbers[deciding]` is NaN or Inf, prevent the update of this step and of all later ones."""
+        """If any of `numbers[deciding]` is NaN or Inf, prevent the update of this step and of all later steps."""
         numbers = numbers.to(self.flag.device, non_blocking=True)
         bad = ~torch.isfinite(numbers[deciding]).all()
         # Exactly 0 or 1: the kernels subtract it from the step count.
@@ -41,7 +41,7 @@ class UpdateFlag:
         return self._sent.notes()
 
     def read(self, *, wait: bool) -> list[tuple[GuardedStep, bool, list[float]]]:
-        """Return the results that have reached the host, oldest step first. With `wait`, wait for all others, too.
+        """Return the results that have reached the host, oldest step first. With `wait`, wait for all results first.
 
         Returns:
             (step, whether its update was prevented, the numbers that were checked) for each step.
@@ -61,7 +61,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
     """Return True if the optimizer's step() does nothing while the device tensor `optimizer.found_inf` is 1.
 
     This holds for PyTorch's fused kernels, which then leave even step counts unchanged. It may not hold for subclasses
-    and for other packages' optimizers. Float64 parameters are excluded: the norm of finite values could overflow.
+    and for other packages' optimizers. With float64 parameters, the result is False: the norm could overflow.
     """
     return type(optimizer) in {SGD, Adam, AdamW, Adagrad} and all(
         group.get("fused")
@@ -71,7 +71,7 @@ def honours_found_inf(optimizer: Optimizer) -> bool:
 
 
 def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
-    """Return True if the next update would create optimizer state; if held back, fused SGD leaves it uninitialized."""
+    """Return True if the next update would create optimizer state. If it is skipped, fused SGD sets no valid state."""
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
@@ -107,11 +107,11 @@ def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
 def over_ranks(
     numbers: Tensor | None, losses: Sequence[Tensor], n_before: int, device: torch.device, *, has_failed: bool
 ) -> Tensor:
-    """Return `numbers` and, after them, four results over all ranks. Runs one collective; does not wait for the device.
+    """Append four results over all ranks to `numbers`. Runs one collective; does not wait for the device.
 
-    `numbers` is what `measure` returned on this rank; the gradient norms begin at index `n_before`. The four results
-    are: the norm over the gradients of all ranks, for sharded gradients; the largest of the ranks' mean losses; 1 if
-    a number on any rank is NaN or Inf, else 0; 1 if `has_failed` is True on any rank, else 0.
+    `numbers` is from `measure`: this rank's losses and, from index `n_before` on, its gradient norms. The four results
+    are the norm over the gradients of all ranks (only useful for sharded gradients), the largest mean loss of a rank,
+    1 if a number on any rank is NaN or Inf, else 0, and 1 if `has_failed` is True on any rank, else 0.
     """
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:
@@ -130,8 +130,8 @@ def over_ranks(
 def poison(loss: Tensor) -> None:
     """Make all gradients of this backward pass NaN if the loss is NaN or Inf; otherwise leave every bit unchanged.
 
-    Under data parallelism, gradients are averaged over the ranks but losses are not. By the NaN in the gradients, all
-    ranks learn of a bad loss, without another collective and without waiting for the device.
+    Under data parallelism, gradients are averaged over the ranks but losses are not. The NaN in the
+    gradients tells all ranks of a bad loss, without another collective and without waiting for the device.
     """
     if not loss.requires_grad:
         return
