@@ -203,7 +203,7 @@ def test_a_spike_is_told_once_and_logged_each_time(tmp_path):
     assert texts_of(run.log_dir)["memtools/loss_spike"] == [report.read_text()]
 
 
-def test_a_fused_optimizer_without_an_action_is_read_late(tmp_path, monkeypatch):
+def test_spikes_under_a_fused_optimizer_are_found_with_and_without_an_action(tmp_path, monkeypatch):
     monkeypatch.setattr(step_guard, "reads_at_once", lambda _gradients: False)  # as on a GPU
     spikes = LossSpikes()
     fitted(tmp_path, CASES["fused optimizer"], spikes)
