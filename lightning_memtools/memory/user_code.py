@@ -97,7 +97,7 @@ def user_line_of(error: BaseException) -> CodeLine | None:
     while entry is not None:
         code = entry.tb_frame.f_code
         if owner_of(code.co_filename) == "user":
-            found = CodeLine(code.co_filename, entry.tb_lineno, code.co_qualname)
+            found = CodeLine(code.co_filename, entry.tb_lineno, code.co_name)
         entry = entry.tb_next
     return found
 
@@ -149,7 +149,7 @@ def line_that_allocates(*, stop_at: str = "") -> CodeLine | None:
 def _stack() -> Iterator[tuple[str, int, str]]:
     frame = inspect.currentframe()
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 

@@ -193,8 +193,9 @@ class _BackwardSlice:
 def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
     """Return a sentence on where NaN or Inf first appeared: the operation, code line, inputs and affected samples."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
-    is_users = event.place is not None and not event.place.caller
-    where = event.module or (event.place.function if event.place is not None and is_users else class_name)
+    function = "" if event.place is None or event.place.caller else event.place.function
+    # Another function may belong to another class.
+    where = event.module or (f"{class_name}.{function}" if function == "training_step" else function or class_name)
     where = where if event.place is None else f"{where} ({event.place})"
     if leaf is not None:
         what = leaf.name if leaf.origin is ValueOrigin.ELSEWHERE else f"{leaf.origin} {leaf.name}"

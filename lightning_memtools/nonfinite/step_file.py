@@ -129,7 +129,8 @@ def _loaded(path: Path, what: str) -> Any:
                 raise ValueError(f"it would unpack to {format_size(n_bytes)}, more than its own size")  # noqa: TRY301
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        why = " ".join(str(error).splitlines()[:3])
+        lines = str(error).splitlines() or [""]
+        why = next((line.strip() for line in lines if "GLOBAL" in line), lines[0])  # torch's message is a page
         raise StepFileError(
             f"{path} cannot be read as {what}: {type(error).__name__}: {why}\nNext: copy it once more from where it "
             "was written; if you trust it, pass the module that load_from_checkpoint(..., weights_only=False) returns."

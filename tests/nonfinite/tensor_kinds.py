@@ -82,7 +82,6 @@ KINDS: dict[str, tuple[Callable[[], Tensor], bool]] = {
         True,
     ),
     "csr": (NAN_AND_ONE.to_sparse_csr, True),
-    "mkldnn": (NAN_AND_ONE.to_mkldnn, True),
     "nested": (lambda: _nested(torch.strided), True),
     "meta": (lambda: torch.empty(3, device="meta"), False),
     "fake": (_fake, False),

@@ -55,7 +55,6 @@ FUNCTIONS = {
     "unique rows": lambda x, g, m: torch.unique(g.view(5, 2), dim=0),
     "unique neighbours": lambda x, g, m: torch.unique_consecutive(g),
     "bincount": lambda x, g, m: torch.bincount(g),
-    "bincount of what is unknown, of a length": lambda x, g, m: torch.bincount(torch.randint(4, (10,)), minlength=4),
     "repeat_interleave": lambda x, g, m: torch.repeat_interleave(torch.arange(3), torch.bincount(g)),
     "split": lambda x, g, m: torch.split(x, torch.bincount(g).tolist()),
     "numpy": lambda x, g, m: torch.from_numpy(np.repeat(np.arange(10), g.numpy())),
