@@ -194,14 +194,14 @@ def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -
 
 def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> list[Any]:
     """Replace the tensors in a container, and return the old content. Closing `undo` restores the old content."""
-    content = container.copy()
     if isinstance(container, dict):
         undo.callback(restorer_of_dict(container))
-        for key, value in content.items():
-            changed = _exchanged(value, exchange)
-            if changed is not value:
+        values = dict(container)
+        for key, value in values.items():
+            if (changed := _exchanged(value, exchange)) is not value:
                 container[key] = changed
-        return list(content.values())
+        return list(values.values())
+    content = container.copy()
     if isinstance(container, set):
         undo.callback(container.update, content)
         undo.callback(container.intersection_update, content)

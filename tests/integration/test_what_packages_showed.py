@@ -1,0 +1,152 @@
+"""Faults that models of public packages showed (transformers, diffusers, torchmd-net), without the package."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
+from lightning_memtools.memory.nested_tensors import named_tensors
+from lightning_memtools.nonfinite.bad_step import NonFiniteError
+from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
+from lightning_memtools.simulation.known_values import values_known
+
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False, "max_steps": 6}
+
+
+class Net(L.LightningModule):
+    def __init__(self, net: nn.Module, step: Any, optimizer: Any = torch.optim.Adam) -> None:
+        super().__init__()
+        self.net, self._step, self._optimizer = net, step, optimizer
+
+    def training_step(self, batch, batch_idx):
+        return self._step(self.net, batch)
+
+    def configure_optimizers(self):
+        return self._optimizer(self.parameters())
+
+
+def test_transformers_takes_fakes_of_a_trace_for_ordinary_tensors():
+    """Else Mamba takes the branch that is meant for export."""
+    asked = pytest.importorskip("transformers.utils.import_utils")
+    with FakeTensorMode(), values_known():
+        assert not asked.is_tracing(torch.ones(1))
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 64, width) / 8)
+
+    def forward(self, x):
+        return nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([16, 32, 48, 64], dtype=torch.int32)).relu()
+
+
+def test_products_of_groups_in_float32_take_what_they_take():
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    net, x = nn.Sequential(Experts(64), Experts(60)), torch.randn(64, 64)
+    with VirtualDevice("24GiB", cuda_like=True) as device:
+        device.track(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(2):
+            device.count_batch(batch := x.clone())
+            optimizer.zero_grad()
+            loss(net, batch).backward()
+            optimizer.step()
+        real = device.stats().peak_allocated
+    estimate = estimate_memory(net, x, step=loss, optimizer=torch.optim.AdamW)
+    assert estimate.peak_allocated - estimate.composition["workspace"] == pytest.approx(real, rel=0.02)
+
+
+class Frozen(OrderedDict[str, int]):
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("frozen")
+
+    __setitem__ = setdefault = pop = clear = update  # type: ignore[assignment]
+
+
+def test_a_dict_that_refuses_to_be_written_is_left_alone():
+    net = nn.Linear(4, 4)
+    net.config = config = Frozen()
+    OrderedDict.__setitem__(config, "a", 1)
+    estimate_memory(net, torch.ones(2, 4), step=lambda model, x: model(x).sum())
+    assert dict(config) == {"a": 1}
+
+
+def test_properties_of_the_users_objects_are_not_read_for_names():
+    class Scheduler:
+        def __init__(self) -> None:
+            self._config = {"beta": 1, "alphas": torch.ones(2)}
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "beta":
+                warnings.warn("deprecated", FutureWarning, stacklevel=2)
+            return vars(self)["_config"][name]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [name for name, _ in named_tensors(Scheduler(), "it")] == ["it.alphas"]
+
+
+def test_statistics_that_a_batch_norm_writes_are_not_where_its_nan_came_from(tmp_path):
+    layers = (
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Flatten(),
+        nn.Linear(128, 1),
+    )
+    model = Net(nn.Sequential(*layers), lambda net, x: net(x).square().mean(), lambda p: torch.optim.Adam(p, 1e25))
+    with pytest.raises(NonFiniteError) as caught:
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN(directory=str(tmp_path))]).fit(
+            model, DataLoader(torch.randn(64, 1, 8, 8), 8)
+        )
+    assert "buffer" not in caught.value.explanation.what
+    assert caught.value.explanation.operation == "aten.convolution"
+
+
+def test_the_report_of_a_full_device_knows_the_labels():
+    def step(net: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        logits = net(x)
+        mask = torch.zeros_like(logits).scatter(1, y[:, None], 1.0)
+        return nn.functional.cross_entropy(logits + mask * (logits[mask == 1] - 0.5).unsqueeze(1), y)
+
+    net = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    data = DataLoader(TensorDataset(torch.randn(4096, 256), torch.randint(0, 10, (4096,))), 1024)
+    report = OOMReport()
+    with VirtualDevice("14MiB"), pytest.raises(torch.OutOfMemoryError):
+        L.Trainer(**QUIET, callbacks=[report]).fit(Net(net, step), data)
+    assert [action.peak for action in report.advice if action.peak is not None]
+
+
+def test_rows_are_called_samples_only_where_all_tensors_have_as_many():
+    nodes = torch.ones(64, 3)
+    nodes[42] = torch.nan
+    (bad,) = bad_inputs(MicroBatch(1, {"pos": nodes, "energy": torch.ones(8)}))
+    assert str(bad).endswith("in row 42")
+
+
+def test_parameters_without_gradients_far_apart_are_named_one_by_one():
+    net = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for name in ("a", "b")})
+    report = diagnose(
+        nn.ModuleDict({"model": net}),
+        [torch.ones(2, 4)],
+        torch.optim.SGD(net.parameters(), 0.1),
+        step=lambda m, batch: m["model"]["b"][0](m["model"]["a"][0](batch[0])).square().mean(),
+        checks="missing_gradients",
+    )
+    assert "model.a.1.weight" in report.findings[0].place
