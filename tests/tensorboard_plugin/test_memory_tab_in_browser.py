@@ -324,6 +324,14 @@ def test_composition_comparison_and_reports(window, board):
     ):
         assert words in text
     assert re.search(r"[+\u2212][\d,.]+%", text)
+    titles = window.execute_script("return [...document.querySelectorAll('h3')].map((one) => one.textContent)")
+    assert titles[0] == "Runs side by side"
+    assert {"Memory of the chosen runs", "Loss of the chosen runs"} <= {*titles}
+    legend = "return [...document.querySelector('.legend').children].map((one) => one.innerText.trim().split('\\n')[0])"
+    chosen = window.execute_script(legend)
+    assert len(chosen) > 2
+    window.execute_script("document.querySelector('input[type=checkbox]:checked').click()")
+    assert wait_until(lambda: window.execute_script(legend) == chosen[1:])
     open_memory_tab(window, board, "lightning_logs/version_0", "reports")
     assert text_of(window).count("Memory summary") == 1
     closed = window.execute_script("return document.querySelector('#view').textContent")
