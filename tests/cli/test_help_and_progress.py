@@ -22,7 +22,6 @@ from lightning_memtools.cli.main import command_parser
 from tests.browser import wait_until
 from tests.tensorboard_plugin.logdirs import write_small_run
 
-ROOT = Path(__file__).parents[2]
 FUNCTIONS = {"estimate": estimate_memory, "doctor": diagnose, "dry-run": dry_run}
 
 
@@ -133,16 +132,16 @@ def started(folder: Path, *command: str) -> Iterator[tuple[subprocess.Popen[str]
         process.wait()
 
 
-def reach(process: subprocess.Popen[str], pipe: Path, mode: int) -> int:
-    """Wait until the process has come to the pipe and waits at its other end; return this end."""
+def reach(process: subprocess.Popen[str], pipe: Path) -> int:
+    """Wait until the process writes to the pipe; return the end that it waits for."""
     ends: list[int] = []
 
     def is_reached() -> bool:
         assert process.poll() is None, "it ended before"
-        with contextlib.suppress(OSError):  # nobody reads it yet; nobody has written to it yet
+        with contextlib.suppress(OSError):  # nobody has written to it yet
             if not ends:
-                ends.append(os.open(pipe, mode | os.O_NONBLOCK))
-            return mode == os.O_WRONLY or len(os.read(ends[0], 1)) > 0
+                ends.append(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+            return len(os.read(ends[0], 1)) > 0
         return False
 
     assert wait_until(is_reached, 300)
@@ -160,7 +159,7 @@ AT_WORK = {
 def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command, folder):
     doing, pipe, *arguments = AT_WORK[command]
     with started(folder, command, *arguments) as (process, terminal):
-        end = reach(process, folder / pipe, os.O_RDONLY)
+        end = reach(process, folder / pipe)
         assert wait_until(lambda: doing in terminal.text), terminal.text
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=120)
