@@ -221,11 +221,6 @@ def test_cells_of_figures_hold_nothing_but_numbers(window, board):
     assert wrong == []
 
 
-def test_the_newest_run_that_has_curves_is_shown_first(window, board):
-    open_memory_tab(window, board)
-    assert window.execute_script("return document.querySelector('select').value") == "failed"
-
-
 def test_a_run_without_curves_names_its_reports_and_is_not_compared(window, board):
     open_memory_tab(window, board, "halted", "run")
     text = text_of(window, "#view")
