@@ -142,19 +142,6 @@ def test_each_device_has_a_uuid_of_its_own():
     assert printed(code, "--devices", "3") == "0 True\n1 True\n2 True"
 
 
-def test_nvml_lists_this_process_and_no_other(forked):
-    """So a report's lines on other processes say that there are none, as on a GPU of one's own."""
-    pytest.importorskip("pynvml")
-    code = """
-        import torch
-        from lightning_memtools.memory.processes import other_gpu_processes
-        from lightning_memtools.memory.readers import reader_for
-        x = torch.empty(100 * 2**20, dtype=torch.uint8, device="cuda")
-        print(other_gpu_processes(0), reader_for(x.device).stats().device_used // 2**20)
-    """
-    assert forked(code) == "[] 100"
-
-
 NVIDIAS = ("libcudart", "libcublas", "libcudnn", "libcufft", "libcuda.", "libnv", "libnccl", "libcusparse",
            "libcusolver", "libcurand", "libcupti")  # fmt: skip
 
