@@ -39,14 +39,14 @@ class LossOf(nn.Module):
         return squared
 
 
-def _text(model: str, config: str, labels: Tensor | None = None, **options: Any) -> Callable[[], Made]:
+def _text(model: str, config: str, *labels: Tensor, **options: Any) -> Callable[[], Made]:
     """A model of text, whose labels are the words if none are given."""
 
     def make() -> Made:
         library: Any = pytest.importorskip("transformers")
         words = torch.randint(3, N_WORDS, (4, 48))
         made = getattr(library, model)(getattr(library, config)(vocab_size=N_WORDS, **options))
-        known = words if labels is None else labels
+        (known,) = labels or (words,)
         return made, {"input_ids": words, "labels": known, "attention_mask": torch.ones_like(words)}
 
     return make
