@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_memtools.estimate import estimate_memory
 from tests.estimate.networks import Classifier, Gan, mlp, total
+
+
+class Reads(nn.Module):
+    """Looks at values, and picks rows by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, rows):
+        hidden = self.layer(rows)
+        if hidden.sum().item() > 1e9:  # the line that the message has to name
+            hidden = hidden * 2
+        return hidden[hidden > -1e9]
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_what_a_step_reads_of_values_that_are_not_known_is_named_with_what_was_assumed(device):
+    with torch.device(device):
+        model = Reads()
+    weight = model.layer.weight
+    made = estimate_memory(model, torch.ones(64, 32), step=total, optimizer=torch.optim.SGD)
+    number, mask = sorted(made.notes, key=lambda note: "mask" in note)
+    source = inspect.getsource(Reads).splitlines()
+    first = inspect.getsourcelines(Reads)[1]
+    for note, code in ((number, ".item()"), (mask, "hidden[hidden")):
+        line = first + next(at for at, text in enumerate(source) if code in text)
+        assert f"test_bad_input.py:{line}:" in note
+    assert "1.0" in number
+    assert "everything" in mask
+    assert model.layer.weight is weight
+    assert weight.grad is None
 
 
 def test_lbfgs_is_refused_with_what_it_would_keep():
