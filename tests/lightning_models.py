@@ -87,17 +87,6 @@ class Regression(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-class Wider(Regression):
-    """Has a second network beside it, whose width can be chosen."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.wide = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + self.wide(batch[0]).mean()
-
-
 class Adversaries(Regression):
     """Two networks, two optimizers, manual optimization; logs g_loss and d_loss."""
 

@@ -14,10 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_memtools.memory.sizes import parse_size
 from tests.batch_size_models import Samples, Scale
 
-FLOATS = 8 * 16384
-SAMPLE_BYTES = 4 * FLOATS
-"""A sample and every activation of one: 512 KiB."""
-
 
 class Repeat(nn.Module):
     """Its output is `times` times as large as its input, and autograd keeps it."""

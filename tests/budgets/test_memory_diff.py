@@ -54,10 +54,3 @@ def test_markdown_shows_the_largest_rows_and_the_sum_of_the_others():
     assert [row.split(" | ")[0] for row in table[2:18]] == names
     assert "15.0 MiB" in table[17]
     assert "| memory | main | HEAD | change |" in text
-
-
-def test_json_gives_both_sides_back():
-    before, after = peak(modules={"a": 1}, peak_at="step 2, backward"), peak(120, modules={"a": 3})
-    content = MemoryDiff(before, after).as_json()
-    assert PeakMemory.from_json(content["before"]) == before
-    assert content["modules"] == [{"name": "a", "before": 1, "after": 3, "difference": 2}]

@@ -39,12 +39,15 @@ class LossOf(nn.Module):
         return squared
 
 
-def _text(model: str, config: str, **options: Any) -> Callable[[], Made]:
+def _text(model: str, config: str, *labels: Tensor, **options: Any) -> Callable[[], Made]:
+    """A model of text, whose labels are the words if none are given."""
+
     def make() -> Made:
         library: Any = pytest.importorskip("transformers")
         words = torch.randint(3, N_WORDS, (4, 48))
         made = getattr(library, model)(getattr(library, config)(vocab_size=N_WORDS, **options))
-        return made, {"input_ids": words, "labels": words, "attention_mask": torch.ones_like(words)}
+        (known,) = labels or (words,)
+        return made, {"input_ids": words, "labels": known, "attention_mask": torch.ones_like(words)}
 
     return make
 
@@ -104,22 +107,6 @@ FOREIGN = TRANSFORMERS | TIMM
 """Tested in every run of the suite."""
 
 
-def _encoded(model: str, config: str, **options: Any) -> Callable[[], Made]:
-    """A model of text with a loss on two classes."""
-
-    def make() -> Made:
-        library: Any = pytest.importorskip("transformers")
-        words = torch.randint(3, N_WORDS, (4, 48))
-        made = getattr(library, model)(getattr(library, config)(vocab_size=N_WORDS, num_labels=2, **options))
-        return made, {
-            "input_ids": words,
-            "labels": torch.tensor([0, 1, 1, 0]),
-            "attention_mask": torch.ones_like(words),
-        }
-
-    return make
-
-
 def _torchvision(name: str, size: int = 64, **options: Any) -> Callable[[], Made]:
     def make() -> Made:
         return getattr(torchvision_models(), name)(num_classes=4, **options), {"x": torch.randn(2, 3, size, size)}
@@ -151,13 +138,14 @@ _BART = {
     "eos_token_id": 2,
     "forced_eos_token_id": 2,
 }
+_CLASSES = torch.tensor([0, 1, 1, 0])
 _DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}
 
 MORE: dict[str, Callable[[], Made]] = {
     "distilbert": _text("DistilBertForMaskedLM", "DistilBertConfig", **_DISTIL),
     "roberta": _text("RobertaForMaskedLM", "RobertaConfig", **_BERT),
-    "electra": _encoded("ElectraForSequenceClassification", "ElectraConfig", embedding_size=32, **_BERT),
-    "albert": _encoded("AlbertForSequenceClassification", "AlbertConfig", embedding_size=16, **_BERT),
+    "electra": _text("ElectraForSequenceClassification", "ElectraConfig", _CLASSES, embedding_size=32, **_BERT),
+    "albert": _text("AlbertForSequenceClassification", "AlbertConfig", _CLASSES, embedding_size=16, **_BERT),
     "modernbert": _text("ModernBertForMaskedLM", "ModernBertConfig", **_GPT, **_BERT),
     "gpt_neox": _text("GPTNeoXForCausalLM", "GPTNeoXConfig", **_DECODER),
     "opt": _text("OPTForCausalLM", "OPTConfig", ffn_dim=96, word_embed_proj_dim=32, **_DECODER),
@@ -211,18 +199,7 @@ def made(name: str) -> tuple[LossOf, dict[str, Tensor]]:
     """The model in training mode under a fixed seed, and its batch."""
     torch.manual_seed(0)
     model, batch = (FOREIGN | MORE)[name]()
-    if isinstance(batch.get("x"), Tensor):
-        return LossOf(_FirstArgument(model)).train(), batch
     return LossOf(model).train(), batch
-
-
-class _FirstArgument(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)
 
 
 class _OutputOf(nn.Module):

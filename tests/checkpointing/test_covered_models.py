@@ -46,11 +46,6 @@ class Recurrent(Trained):
         return x
 
 
-class Translating(Trained):
-    def step(self, x):
-        return self.layers(x, x)
-
-
 class Detecting(Trained):
     """It chooses a size at random, and sorts, selects and drops boxes by scores that nobody knows."""
 
@@ -78,7 +73,6 @@ COVERED = {
     "blocks in another order": lambda: InAnotherOrder(nn.ModuleList(feed_forward() for _ in range(6))),
     "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.GRU(32, 32) for _ in range(3))),
     "a detector": Detecting,
-    "an encoder and a decoder": lambda: Translating(nn.Transformer(32, 4, 2, 2, 64, 0.1, batch_first=True)),
 }
 
 

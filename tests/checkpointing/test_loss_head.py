@@ -18,11 +18,8 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.loss_head import LossHeadWarning
 from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints, predict
-from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.oom.actions import ActionKind, Outcome
 from lightning_memtools.simulation.step_trace import TracedStep
 from tests.doctor.specimens import LANGUAGE_MODELS, language_model
-from tests.oom.advice_runs import advice_on
 
 WIDTH, WORDS, ROWS = 32, 16384, 512
 
@@ -161,22 +158,6 @@ def test_a_fit_ends_with_the_same_weights_within_rounding(options, capsys):
     assert list(model.state_dict()) == list(Language().state_dict())
 
 
-class LooksLater(Language):
-    """Looks at its logits from its third step on."""
-
-    def training_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        logits = self.head(self.words(batch))
-        loss: Tensor = F.cross_entropy(logits.flatten(0, 1), batch.reshape(-1))
-        if batch_idx >= 2:
-            self.log("right", (logits.argmax(-1) == batch).float().mean())
-        return loss
-
-
-def test_read_in_a_later_step_it_runs_as_usual_from_then_on():
-    with pytest.warns(LossHeadWarning, match="`argmax` at .* reads its logits"), VirtualDevice():
-        fit(LooksLater(), GradientCheckpointing(), batches=5)
-
-
 def of_library(kind: str) -> Any:
     torch.manual_seed(0)
     return language_model(kind, vocab_size=2000).train()
@@ -201,19 +182,6 @@ def test_models_of_transformers_as_they_are(kind):
     assert [head.n_losses for head in applied.heads.values()] == [1]
     for one, other in zip(*results, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-7
-
-
-def test_a_report_of_running_out_of_memory_advises_it():
-    found = loss_in_chunks(step_of(Language(), words_of()))
-    assert found is not None
-    advice = advice_on(Language(), words_of(), int(0.9 * found.plain.peak_bytes))
-    (action,) = [one for one in advice.actions if one.kind == ActionKind.LOSS]
-    assert action.outcome is Outcome.ENOUGH
-    assert action.detail.startswith("The logits (512 x 16,384) take 32.0 MiB for each copy. ")
-    assert action.code.startswith('GradientCheckpointing(memory_budget="')
-    assert not [
-        one for one in advice.actions if one.kind == ActionKind.CHECKPOINTING and one.outcome >= Outcome.NOT_ENOUGH
-    ]
 
 
 @pytest.mark.cuda_memory

@@ -20,9 +20,7 @@ import pytest
 from lightning_memtools import diagnose, dry_run, estimate_memory
 from lightning_memtools.cli.main import command_parser
 from tests.browser import wait_until
-from tests.tensorboard_plugin.logdirs import write_small_run
 
-ROOT = Path(__file__).parents[2]
 FUNCTIONS = {"estimate": estimate_memory, "doctor": diagnose, "dry-run": dry_run}
 
 
@@ -78,17 +76,6 @@ def with_batch():
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a log directory, and a module whose steps never end."""
-    made = tmp_path_factory.mktemp("folder")
-    write_small_run(made / "logs")
-    (made / "slow.py").write_text(SLOW)
-    for pipe in ("ready", "page.html"):
-        os.mkfifo(made / pipe)
-    return made
-
-
 class Terminal:
     """What a process shows on its standard error, which is a terminal."""
 
@@ -133,35 +120,29 @@ def started(folder: Path, *command: str) -> Iterator[tuple[subprocess.Popen[str]
         process.wait()
 
 
-def reach(process: subprocess.Popen[str], pipe: Path, mode: int) -> int:
-    """Wait until the process has come to the pipe and waits at its other end; return this end."""
+def reach(process: subprocess.Popen[str], pipe: Path) -> int:
+    """Wait until the process writes to the pipe; return the end that it waits for."""
     ends: list[int] = []
 
     def is_reached() -> bool:
         assert process.poll() is None, "it ended before"
-        with contextlib.suppress(OSError):  # nobody reads it yet; nobody has written to it yet
+        with contextlib.suppress(OSError):  # nobody has written to it yet
             if not ends:
-                ends.append(os.open(pipe, mode | os.O_NONBLOCK))
-            return mode == os.O_WRONLY or len(os.read(ends[0], 1)) > 0
+                ends.append(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+            return len(os.read(ends[0], 1)) > 0
         return False
 
     assert wait_until(is_reached, 300)
     return ends[0]
 
 
-AT_WORK = {
-    "estimate": ("The step is traced", "ready", "slow:with_batch"),
-    "report": ("The page is written", "page.html", "logs", "--output", "page.html"),
-}
-"""The others end in the same function; tests/null_cuda/test_dry_run.py does the same with a dry run."""
-
-
-@pytest.mark.parametrize("command", AT_WORK)
-def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(command, folder):
-    doing, pipe, *arguments = AT_WORK[command]
-    with started(folder, command, *arguments) as (process, terminal):
-        end = reach(process, folder / pipe, os.O_RDONLY)
-        assert wait_until(lambda: doing in terminal.text), terminal.text
+def test_a_command_says_what_it_does_and_ends_with_one_line_after_ctrl_c(tmp_path):
+    """The others end in the same function; tests/null_cuda/test_dry_run.py does the same with a dry run."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    os.mkfifo(tmp_path / "ready")
+    with started(tmp_path, "estimate", "slow:with_batch") as (process, terminal):
+        end = reach(process, tmp_path / "ready")
+        assert wait_until(lambda: "The step is traced" in terminal.text), terminal.text
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=120)
         os.close(end)

@@ -13,7 +13,6 @@ from lightning_memtools.memory.allocator import replay
 from tests.estimate.networks import Decoder, mlp, next_token, total
 
 ADAM = torch.optim.Adam
-MIB = 2**20
 
 
 @pytest.fixture(scope="module")

@@ -16,26 +16,18 @@ OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 1 GiB"),
     RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("CUDA error: out of memory"),
-    RuntimeError("CUDA driver error: out of memory"),
-    RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
-    RuntimeError("XPU out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
-    RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB, other allocations: 2.00 GB, max allowed: 3 GB)"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 400 bytes."),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("CUDA driver error: CUDA_ERROR_OUT_OF_MEMORY"),
     RuntimeError("Invalid buffer size: 24.00 GiB"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
     RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
     RuntimeError("GET was unable to find an engine to execute this computation"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
     MemoryError(),
-    MemoryError("Unable to allocate 8.00 TiB for an array"),
 ]
 
 
@@ -95,7 +87,6 @@ def test_the_simulated_error_and_the_cpu_allocators_own():
     [
         "DataLoader worker (pid 4242) is killed by signal: Killed. ",
         "DataLoader worker (pid(s) 4242, 4243) exited unexpectedly",
-        "DataLoader worker (pid 1) is killed by signal: Bus error. Workers may be out of shared memory.",
     ],
 )
 def test_a_killed_worker_is_recognised(text):

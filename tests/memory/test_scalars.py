@@ -4,7 +4,6 @@ from lightning_memtools.memory.peaks import MemoryPoint
 from lightning_memtools.memory.scalars import (
     composition_scalars,
     device_scalars,
-    over_ranks,
 )
 from lightning_memtools.memory.sizes import GIB
 from lightning_memtools.memory.stats import MemoryStats
@@ -49,16 +48,4 @@ def test_a_sample_is_never_shown_under_the_name_of_a_peak():
     assert device_scalars("train", point, since=MemoryStats()) == {
         "memory/train/allocated_gib": 1.0,
         "memory/train/reserved_gib": 1.0,
-    }
-
-
-def test_ranks_give_the_maximum_the_smallest_peak_and_who_holds_the_largest():
-    peak = "memory/train/peak_allocated_gib"
-    ranks = [{peak: 2.0, "time/step_ms": 9.0}, {peak: 5.0, "memory/capacity_gib": 8.0}, {peak: 3.0}]
-    assert over_ranks(ranks, "train") == {
-        peak: 5.0,
-        f"{peak}_min": 2.0,
-        "memory/train/peak_rank": 1,
-        "time/step_ms": 9.0,
-        "memory/capacity_gib": 8.0,
     }

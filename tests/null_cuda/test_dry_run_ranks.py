@@ -119,24 +119,16 @@ def test_data_parallel_ranks_hold_the_whole_model_and_its_buckets(trained, scrip
 PREPARES = """
     import lightning as L
     import torch
+    from tests.null_cuda.dry_run_models import Resumed
     from torch.utils.data import DataLoader
 
     class Data(L.LightningDataModule):
         def prepare_data(self):
             print("prepared")
         def train_dataloader(self):
-            return DataLoader(torch.zeros(16, 1024), batch_size=4)
+            return DataLoader(torch.zeros(16, 100), batch_size=4)
 
-    class Model(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Linear(1024, 1024)
-        def training_step(self, batch, _):
-            return self.net(batch).sum()
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters())
-
-    L.Trainer(devices=100, strategy="ddp").fit(Model(), Data())
+    L.Trainer(devices=100, strategy="ddp").fit(Resumed(), Data())
 """
 
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memtools.null_cuda.dry_run.api import dry_run
-
 pytestmark = pytest.mark.cuda_memory
 
 FUNCTIONS = {
@@ -51,26 +49,3 @@ def test_a_function_ends_and_takes_a_few_times_its_matrices(name):
         assert all(one.is_cuda for one in ([result] if isinstance(result, Tensor) else result))
         workspaces = 64 << 20  # those of cuBLAS and, for pointers of batches, small ones
         assert torch.cuda.max_memory_allocated() - before <= 16 * matrices.nbytes + workspaces
-
-
-TRAINED = """
-    import torch
-    layer = torch.nn.Linear(200, 200).cuda()
-    optimizer = torch.optim.Adam(layer.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        out = layer(torch.rand(200, 200).cuda())
-        singular = torch.linalg.svd(out, full_matrices=False).S
-        solved = torch.linalg.lstsq(out, out).solution
-        whitened = torch.linalg.solve(torch.linalg.cholesky(out @ out.T), out)
-        loss = singular.sum() + torch.linalg.qr(out).R.sum() + torch.linalg.eigh(out).eigenvectors.sum()
-        (loss + solved.sum() + whitened.sum()).backward()
-        optimizer.step()
-"""
-
-
-def test_a_script_trains_through_decompositions(script):
-    result = dry_run(script(TRAINED), gpu="RTX 3060")
-    assert result.fits, result.error
-    assert result.optimizer_steps == 2
-    assert result.peak.allocated < 100 << 20

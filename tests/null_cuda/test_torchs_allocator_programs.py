@@ -106,16 +106,11 @@ def random_steps(seed: int) -> list[tuple[Any, ...]]:
     return steps
 
 
-THREE = [allocate("a", 40 * MIB), allocate("b", 40 * MIB), allocate("c", 40 * MIB)]
-
-# Most are named after the tests of test/test_cuda.py whose requests they make; sizes are for a device of 256 MiB.
+# Some are named after the tests of test/test_cuda.py whose requests they make; sizes are for a device of 256 MiB.
+# Limits that random requests seldom meet.
 PROGRAMS = {
-    "test_memory_allocation": Program([allocate("a", 1), *free("a")]),
     "test_memory_stats": Program(
         [("reset",), allocate("a", 1024), *free("a"), ("empty",), allocate("b", 1500 * 1024), ("reset",), *free("b")]
-    ),
-    "test_out_of_memory_retry": Program(
-        [allocate("a", CAPACITY // 2), fail(CAPACITY // 2 + 1), *free("a"), allocate("b", CAPACITY // 2 + 1)]
     ),
     "test_set_per_process_memory_fraction": Program(
         [allocate("small", 4096), ("empty",), allocate("a", int(CAPACITY * 0.48)), *free("a"), ("empty",),
@@ -130,26 +125,6 @@ PROGRAMS = {
          allocate("d", 67 * MIB)],
         settings="roundup_power2_divisions:4",
     ),
-    "test_caching_allocator_settings, rounding by size": Program(
-        [allocate("a", 700 * 1024), allocate("b", 5 * MIB), allocate("c", 33 * MIB)],
-        settings="roundup_power2_divisions:[1:2,2:4,16:8,>:1]",
-    ),
-    "test_max_split_expandable, segments": Program(
-        [*THREE, fail(40 * MIB), *free("a", "b", "c"), allocate("d", 120 * MIB)],
-        settings="max_split_size_mb:40", fraction=124 / 256,
-    ),
-    "test_max_split_expandable, expandable": Program(
-        [*THREE, fail(40 * MIB), *free("a", "b", "c"), allocate("d", 120 * MIB)],
-        settings="expandable_segments:True,max_split_size_mb:40", fraction=124 / 256,
-    ),
-    "test_memory_snapshot": Program(
-        [allocate("x", 311 * 411 * 4), allocate("y", 2 * MIB), *free("x"), allocate("z", 100), *free("y"), ("empty",)]
-    ),
-    "expandable, pages that are unmapped": Program(
-        [allocate("a", 30 * MIB), allocate("b", 50 * MIB), allocate("c", 15 * MIB), *free("b"), ("empty",),
-         *free("a", "c"), ("empty",)],
-        settings="expandable_segments:True",
-    ),
     "the best fit, and among equals the oldest": Program(
         [allocate("a", 30 * MIB), allocate("b", 12 * MIB), allocate("c", 14 * MIB), allocate("d", 12 * MIB),
          *free("d", "a", "b", "c"), *(allocate(str(mib), mib * MIB) for mib in (13, 11, 10, 9))]
@@ -162,19 +137,9 @@ PROGRAMS = {
          allocate("b", 40 * MIB), allocate("c", 40 * MIB + 512)],
         settings="max_split_size_mb:40",
     ),
-    "oversize blocks are released from the largest, then all that is cached": Program(
-        [allocate("a", 42 * MIB), allocate("b", 60 * MIB), allocate("c", 50 * MIB), allocate("d", 20 * MIB),
-         *free("a", "b", "c", "d"), allocate("e", 150 * MIB), *free("e"), allocate("f", 200 * MIB)],
-        settings="max_split_size_mb:40",
-    ),
     "a small request releases no oversize block": Program(
         [allocate("a", CAPACITY // 2), allocate("b", CAPACITY // 2), *free("a", "b"), allocate("c", 4)],
         settings="max_split_size_mb:40",
-    ),
-    "test_mempool_expandable, on another stream": Program(
-        [allocate("a", 40 * MIB, 1), allocate("b", 12 * MIB, 1), *free("a"), allocate("c", 5 * MIB, 1),
-         allocate("d", 5 * MIB)],
-        settings="expandable_segments:True",
     ),
 }  # fmt: skip
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from lightning_memtools import LossCurves, MemoryMonitor
-from lightning_memtools.reporting.loggers import log_scalars, log_text
+from lightning_memtools.reporting.loggers import log_scalars
 from tests.event_files import scalars
 from tests.lightning_models import Regression, loader, trainer
 
@@ -109,13 +109,6 @@ def test_what_a_library_shows_as_the_users_metrics_stays_the_users(tmp_path):
     board.finalize("success")
     assert history.history.keys() == {"elbo_train"}
     assert {"memory/host_rss_gib", "loss/train", "elbo_train"} <= scalars(board.log_dir).keys()
-
-
-def test_text_is_given_the_way_each_kind_of_logger_takes_it(tmp_path):
-    wandb, mlflow, csv = Recorder(), MlflowLike(), CSVLogger(tmp_path)
-    log_text(trainer(tmp_path, logger=[wandb, mlflow, csv]), "memtools/doctor", "| a |", 3)
-    assert wandb.texts == {"memtools/doctor": "| a |"}
-    assert mlflow.texts == {"memtools/doctor.md": "run7: | a |"}
 
 
 def test_a_logger_that_fails_gives_one_warning_and_the_others_still_get_everything(tmp_path):

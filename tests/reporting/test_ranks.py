@@ -3,16 +3,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from lightning_memtools.reporting.ranks import RankGather
 from tests.two_processes import run_ranks
-
-
-def test_a_single_rank_gets_its_own_values():
-    gather = RankGather()
-    assert (gather.rank, gather.world_size) == (0, 1)
-    assert gather.objects("mine") == ["mine"]
-    gather.close()
-    gather.close()
 
 
 def test_two_ranks_gather_and_stop_waiting_for_an_absent_one(tmp_path):

@@ -58,15 +58,9 @@ def test_attention_takes_the_kernel_that_cuda_takes(query, options, gpu, kernel)
 
 LABELS = torch.zeros(4, dtype=torch.long)
 DTYPES_OF_AUTOCAST = [
-    (lambda x: F.cross_entropy(x, LABELS), torch.float32),
-    (lambda x: F.cross_entropy(x, x.detach().softmax(-1)), torch.float32),
     (lambda x: F.nll_loss(F.log_softmax(x, 1, dtype=torch.float32), LABELS), torch.float32),
     (lambda x: F.layer_norm(x, (8,)), torch.float32),
-    (lambda x: F.softmax(x, -1), torch.float32),
-    (lambda x: x.pow(2), torch.float32),
-    (lambda x: x.sum(), torch.float32),
     (F.relu, torch.bfloat16),
-    (lambda x: F.linear(x, torch.zeros(4, 8)), torch.bfloat16),
     (lambda x: torch.mv(torch.zeros(3, 8), x[0]), torch.bfloat16),
     # What the CPU computes in float32, and CUDA does not; the CPU has no kernel for pooling in lower precision.
     (lambda x: F.avg_pool3d(x.view(1, 1, 1, 4, 8), (1, 2, 2)), torch.float32),

@@ -221,11 +221,6 @@ def test_cells_of_figures_hold_nothing_but_numbers(window, board):
     assert wrong == []
 
 
-def test_the_newest_run_that_has_curves_is_shown_first(window, board):
-    open_memory_tab(window, board)
-    assert window.execute_script("return document.querySelector('select').value") == "failed"
-
-
 def test_a_run_without_curves_names_its_reports_and_is_not_compared(window, board):
     open_memory_tab(window, board, "halted", "run")
     text = text_of(window, "#view")
@@ -324,6 +319,14 @@ def test_composition_comparison_and_reports(window, board):
     ):
         assert words in text
     assert re.search(r"[+\u2212][\d,.]+%", text)
+    titles = window.execute_script("return [...document.querySelectorAll('h3')].map((one) => one.textContent)")
+    assert titles[0] == "Runs side by side"
+    assert {"Memory of the chosen runs", "Loss of the chosen runs"} <= {*titles}
+    legend = "return [...document.querySelector('.legend').children].map((one) => one.innerText.trim().split('\\n')[0])"
+    chosen = window.execute_script(legend)
+    assert len(chosen) > 2
+    window.execute_script("document.querySelector('input[type=checkbox]:checked').click()")
+    assert wait_until(lambda: window.execute_script(legend) == chosen[1:])
     open_memory_tab(window, board, "lightning_logs/version_0", "reports")
     assert text_of(window).count("Memory summary") == 1
     closed = window.execute_script("return document.querySelector('#view').textContent")

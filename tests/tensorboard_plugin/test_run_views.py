@@ -33,17 +33,6 @@ def series(view, tag):
     return dict(zip(group["steps"], group["series"][tag], strict=True))
 
 
-@pytest.mark.parametrize("spikes", [(7_123, 25_001, 49_998), (0, 1, 49_999), (30_000, 30_007, 30_014)])
-def test_one_step_peaks_survive_among_50000_points(spikes):
-    tag = "memory/train/peak_allocated_gib"
-    run = run_with(**{tag: [(step, 3.0 + step / 1e6 if step in spikes else 1.0 + step % 2) for step in range(50_000)]})
-    view = run_view(run)
-    shown = series(view, tag)
-    assert view["merged"] == {"points": 50_000, "shown": len(shown)}
-    assert len(shown) < 25_000
-    assert {step: shown[step] for step in spikes} == {step: pytest.approx(3.0 + step / 1e6) for step in spikes}
-
-
 def test_a_nan_loss_survives_thinning():
     run = run_with(**{"loss/train": [(s, math.nan if s == 4321 else 1.0 + s % 3) for s in range(30_000)]})
     view = run_view(run)
@@ -92,13 +81,6 @@ def test_runs_come_in_the_order_of_their_numbers_and_the_newest_is_named():
     runs["halted"] = LoggedRun("halted", texts=[LoggedText("memtools/nonfinite_report", 0, 99.0, "NaN")])
     assert runs_view(runs)["newest"] == "version_9", "the newest with curves"
     assert runs_view({"halted": runs["halted"]})["newest"] == "halted"
-
-
-def test_the_headline_of_a_plan_is_no_row_of_its_table():
-    text = "### Checkpointing\n\n| module | extra |\n| --- | ---: |\n| net | 3% |\n\n- activation memory: 8 MiB\n"
-    run = run_with(**{"loss/train": [(0, 1.0)]})
-    run.texts.append(LoggedText("memtools/checkpoint_plan", 0, 1.0, text))
-    assert summary_of(run)["checkpoint_plan"] == "activation memory: 8 MiB"
 
 
 def test_evaluations_are_found_at_their_training_step():

@@ -1,4 +1,4 @@
-"""Runs with a planted bottleneck, and ten healthy ones, under MEMTOOLS=1: the verdict is right in each."""
+"""Runs with a planted bottleneck, and healthy ones, under MEMTOOLS=1: the verdict is right in each."""
 
 from __future__ import annotations
 
@@ -54,15 +54,6 @@ class Manual(Model):
         optimizer.step()
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(64, 64, batch_first=True)
-
-    def forward(self, batch):
-        return self.gru(batch.unflatten(1, (8, 64)))[0]
-
-
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self):
         yield from torch.randn(STEPS * 64, 1, WIDTH)
@@ -76,10 +67,6 @@ class Slow(TensorDataset):
 
 def loader(kind=TensorDataset, batches=STEPS, **options):
     return DataLoader(kind(torch.randn(64 * batches, WIDTH)), 64, **options)
-
-
-def convolutions():
-    return nn.Sequential(nn.Unflatten(1, (2, 16, 16)), nn.Conv2d(2, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 8, 3))
 
 
 class Idle(L.Callback):
@@ -100,8 +87,6 @@ RUNS = {
     "leak": (lambda: Model(leaks=True), loader, {"device": device}, "leak"),
     "linear": (Model, loader, {}, "healthy"),
     "on a device": (Model, loader, {"device": device}, "healthy"),
-    "convolutions": (lambda: Model(convolutions()), loader, {}, "healthy"),
-    "recurrent": (lambda: Model(Recurrent()), loader, {}, "healthy"),
     "transformer": (lambda: Model(nn.TransformerEncoderLayer(WIDTH, 4)), lambda: loader(batches=15), {}, "healthy"),
     "manual": (Manual, loader, {}, "healthy"),
     "accumulating": (Model, loader, {"accumulate_grad_batches": 2}, "healthy"),

@@ -28,7 +28,6 @@ from tests.two_processes import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore")
 DEFAULTS = [type(each).__name__ for each in lightning_memtools.default_callbacks()]
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-ASKED = {"MEMTOOLS": "1"}
 
 
 @pytest.fixture(autouse=True)

@@ -37,26 +37,21 @@ def test_callbacks_take_part_except_those_that_only_watch(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("kind", ["raised from", "swallowed", "MemoryError", "cuBLAS"])
-def test_every_way_to_run_out_of_memory_is_a_failed_trial(tmp_path, kind):
+@pytest.mark.parametrize("is_swallowed", [False, True])
+def test_an_out_of_memory_error_that_the_step_hides_is_a_failed_trial(tmp_path, is_swallowed):
     class Fails(Small):
         def training_step(self, batch, batch_idx):
             try:
-                if len(batch) > 20 and kind == "MemoryError":
-                    raise MemoryError
-                if len(batch) > 20 and kind == "cuBLAS":
-                    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
                 return super().training_step(batch, batch_idx)
             except torch.OutOfMemoryError as error:
-                if kind == "swallowed":
+                if is_swallowed:
                     return None
                 raise ValueError("forward failed") from error
 
     tuner = Tuner(stages=("train",), init_val=200, max_trials=6)
     fit(tmp_path, tuner, Fails())
     assert tuner.result.trials[0].outcome == "out of memory"
-    size = tuner.result.sizes["train"]
-    assert size <= 20 if kind in {"MemoryError", "cuBLAS"} else size > 30
+    assert tuner.result.sizes["train"] > 30
 
 
 class Killer(Dataset[Tensor]):

@@ -13,44 +13,6 @@ from lightning_memtools.memory.allocator import AllocatorConfig, Block, CachingA
 MIB = 2**20
 
 
-def test_nothing_is_no_request() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        CachingAllocator().malloc(0)
-
-
-def test_freeing_twice_is_an_error() -> None:
-    allocator = CachingAllocator()
-    block = allocator.malloc(100)
-    allocator.free(block)
-    with pytest.raises(ValueError, match=r"freed before"):
-        allocator.free(block)
-    assert allocator.allocated == 0
-
-
-def test_the_out_of_memory_error_has_every_figure_of_cudas_message() -> None:
-    allocator = CachingAllocator(capacity=100 * MIB, used_by_others=10 * MIB)
-    allocator.malloc(41 * MIB)
-    allocator.malloc(1000)
-    cached = allocator.malloc(20 * MIB)
-    allocator.free(cached)
-    with pytest.raises(SimulatedOutOfMemory) as caught:
-        allocator.malloc(61 * MIB - 5, stream=3)
-    error = caught.value
-    assert error.requested == 61 * MIB - 5
-    assert error.rounded == 61 * MIB
-    assert error.segment_size == 62 * MIB
-    assert (error.capacity, error.used_by_others) == (100 * MIB, 10 * MIB)
-    # The cached 20 MiB went back first: 100 - 10 - 42 - 2 are left, and not enough.
-    assert error.reserved == 44 * MIB
-    assert error.free == 46 * MIB
-    # 41 MiB got the whole 42 MiB: a rest of 1 MiB is not split off.
-    assert error.allocated == 42 * MIB + 1024
-    assert error.allowed is None
-    assert "a segment of 62.0 MiB" in str(error)
-    stats = allocator.stats()
-    assert (stats.alloc_retries, stats.ooms, stats.device_used) == (1, 1, 54 * MIB)
-
-
 def test_the_memory_fraction_refuses_before_the_device_does() -> None:
     config = AllocatorConfig(per_process_memory_fraction=0.5)
     allocator = CachingAllocator(config, capacity=100 * MIB)
@@ -106,9 +68,3 @@ def test_a_segment_of_many_blocks_is_no_deeper_than_one_of_few() -> None:
     for _ in range(4000):
         allocator.malloc(512)
     assert layout(copy_of(allocator)) == layout(allocator)
-
-
-def test_an_observed_allocator_is_not_copied() -> None:
-    allocator = CachingAllocator(observer=lambda *_: None)
-    with pytest.raises(ValueError, match="cannot be copied"):
-        copy_of(allocator)

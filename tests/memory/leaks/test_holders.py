@@ -69,37 +69,6 @@ def test_attributes_of_a_known_module(keep, path, container):
     assert any(held is tensor for held in holder.holds())
 
 
-@pytest.mark.usefixtures("quick_collections")
-def test_everything_in_the_same_containers_is_held_in_the_same_way():
-    model = Model()
-    model.outputs += [new() for _ in range(5)]
-    model.last = new()
-    holder = find_holder(model.outputs[3], names_of_modules(model))
-    assert {id(held) for held in holder.holds()} == {id(tensor) for tensor in model.outputs}
-    assert holder.container is model.outputs
-
-
-@pytest.mark.usefixtures("quick_collections")
-def test_a_variable_in_a_closure():
-    def make():
-        kept = []
-
-        def hook(module, args, output):
-            kept.append(output)
-
-        return hook
-
-    hook = make()
-    hook(None, None, new())
-    hook(None, None, new())
-    (cell,) = hook.__closure__
-    holder = find_holder(cell.cell_contents[1], {})
-    assert holder.path == "kept[1]"
-    assert holder.place.startswith(" in the closure of test_a_variable_in_a_closure.<locals>.make.<locals>.hook (")
-    assert "test_holders.py:" in holder.place
-    assert len(list(holder.holds())) == 2
-
-
 def test_a_global_and_a_default_argument():
     IN_A_GLOBAL.append(new())
     holder = find_holder(IN_A_GLOBAL[0], {})

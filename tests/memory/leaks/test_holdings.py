@@ -58,23 +58,6 @@ def test_what_a_graph_has_saved_counts_with_the_tensor_that_carries_it():
     assert "with autograd graphs" in holding_in_words(one)
 
 
-def test_models_and_optimizers_of_others_are_named_with_what_refers_to_them():
-    with VirtualDevice() as device:
-        model = Model()
-        earlier = nn.Linear(1024, 1024)
-        optimizer = torch.optim.Adam(earlier.parameters())
-        earlier(torch.zeros(1, 1024)).sum().backward()
-        optimizer.step()
-        results = [{"model": earlier, "optimizer": optimizer}]
-        del earlier, optimizer
-        one = only(held_by(model, device))
-        assert results
-    assert one.path.startswith("results in test_models_and_optimizers_of_others_are_named")
-    assert one.owners == {"model Linear": 1, "optimizer Adam": 1}
-    assert one.is_left_over
-    assert one.n_bytes >= 16 * MIB  # weights, gradients and two states of 4 MiB each
-
-
 def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
     with VirtualDevice() as device:
         model = Model()

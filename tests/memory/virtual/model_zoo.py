@@ -7,49 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests.checkpointing.models import SMALL
+
 Make = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
-
-
-def convolutions() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, groups=2),
-        nn.GroupNorm(4, 16),
-        nn.SiLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 5),
-    )
-    return net, (torch.randn((4, 3, 24, 24)),)
-
-
-def transformer_encoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 2), (torch.randn((3, 10, 32)),)
-
-
-class Attention(nn.Module):
-    """Scaled dot product attention, causal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-        self.out = nn.Linear(32, 32)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Attention(), (torch.randn((2, 12, 32)),)
 
 
 class Gru(nn.Module):
@@ -104,17 +66,13 @@ def autocast() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return HalfPrecision(), (torch.randn((9, 16)),)
 
 
-PLAIN: dict[str, Make] = {
-    make.__name__: make
-    for make in (
-        convolutions,
-        transformer_encoder,
-        attention,
-        gru_cell,
-        checkpointed,
-        autocast,
-    )
-}
+def same(name: str) -> Make:
+    make, shape = SMALL[name]
+    return lambda: (make(), (torch.randn(shape),))
+
+
+PLAIN: dict[str, Make] = {name: same(name) for name in ("conv_bn_relu", "encoder")}
+PLAIN |= {make.__name__: make for make in (gru_cell, checkpointed, autocast)}
 
 
 def train_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer | None) -> Any:

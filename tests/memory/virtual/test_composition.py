@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from torch import nn
 from lightning_memtools.memory.virtual import VirtualDevice
 from tests.memory.virtual.reading import allocated, peak
 
-KIB = 1024
 CATEGORIES = ("parameter", "buffer", "gradient", "optimizer", "activation", "input", "other")
 
 
@@ -42,53 +39,10 @@ class Mlp(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-SIZES = (300 * 500, 500, 500 * 200, 200)
 BATCH = 64
 # Saved for backward: the result of tanh. first's output dies as soon as tanh has run.
 ACTIVATIONS = blocks(BATCH * 500)
 OUTPUT = blocks(BATCH * 200)
-
-
-# What each optimizer keeps per parameter, and what one step holds at most beside it.
-OPTIMIZERS: dict[str, tuple[Any, int]] = {
-    "sgd with momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), blocks(*SIZES)),
-    "sgd fused": (lambda parameters: torch.optim.SGD(parameters, momentum=0.9, fused=True), blocks(*SIZES)),
-    # Two moments per parameter, and a step count of one float.
-    "adam foreach": (lambda parameters: torch.optim.Adam(parameters, foreach=True), 2 * blocks(*SIZES) + 4 * 512),
-    "adamw fused": (lambda parameters: torch.optim.AdamW(parameters, fused=True), 2 * blocks(*SIZES) + 4 * 512),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_mlp_by_arithmetic(name: str) -> None:
-    make, state = OPTIMIZERS[name]
-    p = blocks(*SIZES)
-    with VirtualDevice() as device:
-        net = Mlp()
-        assert of(device) == {"parameter": p}
-        optimizer = make(net.parameters())
-        assert of(device) == {"parameter": p}
-        x = torch.randn(BATCH, 300)
-        assert of(device) == {"parameter": p, "other": blocks(BATCH * 300)}
-        i = blocks(BATCH * 300)
-        held: dict[str, int] = {}
-        for step in range(3):
-            out = net(x)
-            expected = {"parameter": p, "input": i, **held, "activation": ACTIVATIONS + OUTPUT}
-            assert of(device) == expected, step
-            loss = out.square().mean()
-            # square saves its input, which is the output; mean saves nothing.
-            assert of(device) == {**expected, "activation": ACTIVATIONS + OUTPUT + 512}
-            optimizer.zero_grad()
-            loss.backward()
-            held = {"gradient": p, **({"optimizer": state} if step and state else {})}
-            assert of(device) == {"parameter": p, "input": i, **held, "activation": OUTPUT + 512}
-            optimizer.step()
-            held = {"gradient": p, **({"optimizer": state} if state else {})}
-            assert of(device) == {"parameter": p, "input": i, **held, "activation": OUTPUT + 512}
-            del out, loss
-        del x
-        assert of(device) == {"parameter": p, **held}
 
 
 def test_mlp_is_charged_to_its_modules() -> None:

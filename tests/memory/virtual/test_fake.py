@@ -50,7 +50,7 @@ def test_real_and_fake_agree_to_the_byte(name: str) -> None:
 
 
 def test_real_and_fake_agree_with_cuda_like_substitutions() -> None:
-    make = PLAIN["transformer_encoder"]
+    make = PLAIN["encoder"]
     real = two_steps(make, fake=False, cuda_like=True)
     assert real == two_steps(make, fake=True, cuda_like=True)
     assert real != two_steps(make, fake=False)

@@ -29,11 +29,8 @@ class Samples(Dataset[tuple[torch.Tensor, int]]):
         return large[:1000] * index, index
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_only_the_yielded_batch_is_counted(workers: int, persistent: bool) -> None:
-    if persistent and not workers:
-        return
     loader = DataLoader(Samples(), batch_size=8, num_workers=workers, persistent_workers=persistent)
     with VirtualDevice("4MiB") as device:
         for _ in range(2):

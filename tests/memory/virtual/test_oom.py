@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_memtools.memory.virtual import VirtualDevice
-from lightning_memtools.memory.virtual.cuda_texts import MARK, cuda_size
+from lightning_memtools.memory.virtual.cuda_texts import MARK
 from tests.memory.virtual.reading import allocated
 
 MIB = 2**20
@@ -39,20 +39,6 @@ def test_the_message_has_the_wording_of_cudas_error() -> None:
         "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf) "
         "(simulated by lightning_memtools.VirtualDevice)"
     )
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "text"),
-    [
-        (0, "0 bytes"),
-        (1025, "1.00 KiB"),
-        (2**20, "1024.00 KiB"),
-        (2**30, "1024.00 MiB"),
-        (3 * 2**29, "1.50 GiB"),
-    ],
-)
-def test_sizes_are_printed_as_cuda_prints_them(n_bytes: int, text: str) -> None:
-    assert cuda_size(n_bytes) == text
 
 
 class Training:
