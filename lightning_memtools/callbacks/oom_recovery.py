@@ -158,7 +158,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         return " ".join(filter(None, [str(self.recoveries), *others]))
 
     def _tell(self, trainer: Trainer, elsewhere: int) -> None:
-        """Log and share new recoveries, and warn of the first. `elsewhere` is the number on the other ranks."""
+        """Log new recoveries, tell other ranks, and warn once. `elsewhere`: the number of recoveries on other ranks."""
         mine, before = self.recoveries, self._told
         self._told = (mine.n_recovered, elsewhere)
         if self._told == before or self._posts is None:

@@ -57,7 +57,7 @@ def _diff_of(chosen: argparse.Namespace) -> MemoryDiff:
     """Return the memory difference between the two JSON result files, or git revisions, named on the command line.
 
     Raises:
-        UsageError: There are not exactly two result files, or --git has no script.
+        UsageError: There are not exactly two result files, or --git is given without a script to run.
     """
     from lightning_memtools.budgets.memory_diff import MemoryDiff  # noqa: PLC0415, --help needs none
 

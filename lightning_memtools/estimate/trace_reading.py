@@ -76,7 +76,7 @@ def _name(allocation: Allocation) -> str:
 
 
 def _path(module: str, model: str) -> str:
-    """Return a module's path without the leading class name of the model. Return "" if no module allocated."""
+    """Return a module's path without the leading class name of the model. Return "" for memory outside of modules."""
     if module == model:
         return "(model)"
     if module in {OUTSIDE, OPTIMIZER, "workspace"}:

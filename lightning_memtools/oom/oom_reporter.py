@@ -104,7 +104,7 @@ def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> 
 def _advise(
     page: ReportPage, capture: FailureCapture, snapshot: dict[str, Any] | None, run: FailedRun, end: float
 ) -> None:
-    """Search for objects that hold memory and changes that help, until the CPU time `end`. Add both to the page."""
+    """Add to the page what holds memory, and the changes that would let the step fit. Stop at the CPU time `end`."""
     free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)

@@ -53,7 +53,7 @@ class GradientExchange:
 
     @contextmanager
     def run_of_step(self, n_parts: int) -> Iterator[None]:
-        """Return a context manager for one attempt at the step. DDP averages no gradients in it if `n_parts` > 1."""
+        """Context manager for one attempt at the step. If `n_parts` > 1, DDP does not average gradients within it."""
         if n_parts == 1 or self._wrapper is None:
             yield
         elif not self._has_failed:  # through the wrapper, because its forward pass copies buffers to the other ranks
@@ -109,7 +109,7 @@ class GradientExchange:
         return ""
 
     def rejoin(self) -> None:
-        """Average the gradients over the ranks after the parts have run, if an optimizer step follows this batch."""
+        """After a batch has run in parts, average its gradients over the ranks, if an optimizer step follows."""
         if self._wrapper is None:
             return
         is_sent = self._wrapper.require_backward_grad_sync

@@ -17,7 +17,7 @@ def holding_in_words(holding: Holding) -> str:
 
 
 def _contents(holding: Holding) -> str:
-    """Describe what an object keeps alive, as in "a list of 240 tensors" or "3 models Net"."""
+    """Describe what an object keeps alive, as in "a list of 240 tensors" or "the optimizer Adam"."""
     container = holding.holder.container
     if holding.owners:
         return owners_in_words(holding)

@@ -226,7 +226,7 @@ def _median(curve: Curve | None) -> float | None:
 
 
 def _headline(run: LoggedRun, tag: str) -> str | None:
-    """Return the first sentence of the latest report with a tag; None if the run has no such report."""
+    """Return the first sentence of the latest report with the tag `tag`; None if the run has no such report."""
     return next((_first_sentence(text.text) for text in reversed(run.texts) if text.tag == tag), None)
 
 

@@ -105,7 +105,7 @@ class LeakDetector:
         return LeakReport(len(self._levels) - 1, self._levels[-1] - self._levels[0], findings)
 
     def _has_grown(self, unaccounted_bytes: int, collect: Callable[[], int] | None) -> bool:
-        """Return whether memory has grown since the last reading. If not, this reading becomes the new baseline."""
+        """Return whether memory exceeds the baseline. If it does not, `unaccounted_bytes` becomes the new baseline."""
         if self._levels and unaccounted_bytes > self._levels[-1]:
             if collect is not None and len(self._levels) == self._next_look:  # a report may follow
                 unaccounted_bytes = collect()
