@@ -343,7 +343,7 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
-    """Copy each tensor of `from_` into the tensor at the same index in `to`, in few kernels; there is no public API."""
+    """Copy each tensor of `from_` into that of `to` with the same index, in few kernels. No public function does."""
     torch._foreach_copy_(to, from_)
 
 

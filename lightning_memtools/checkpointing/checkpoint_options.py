@@ -14,7 +14,7 @@ LossHead = Literal["auto", "keep"]
 
 
 class CheckpointOptionsError(ValueError):
-    """Raised if the options do not suit the model. Code that catches it does not catch errors of training_step."""
+    """Raised if the options do not suit the model. As a class of its own, it is told from ValueErrors of the user."""
 
 
 @dataclass(frozen=True, slots=True)

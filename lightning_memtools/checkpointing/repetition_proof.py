@@ -66,7 +66,7 @@ def holds_fake_tensors(value: Any) -> bool:
 def _fingerprints_of(
     run: Run, given: tuple[Any, Any], layers: Sequence[nn.Module], norms: Sequence[nn.Module], streams: Sequence[Stream]
 ) -> tuple[list[tuple[int, str, Tensor]], list[tuple[int, str]]]:
-    """Run layers. Return a list of the tensors that they return or save, and a list of the buffers that they change.
+    """Run layers. Return hashes of the tensors that they return or save, and a list of the buffers that they change.
 
     Entries are (layer index, description, hash of the values) for tensors, and (layer index, description) for buffers.
     """

@@ -97,7 +97,8 @@ def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
         if not names:
             continue
         part = posixpath.commonpath([name.rpartition(".")[0].replace(".", "/") for name in names]).replace("/", ".")
-        is_whole = len(names) > 1 and part and sum(name.startswith(f"{part}.") for name in n_updates) == len(names)
+        has_others = any(name.startswith(f"{part}.") for name in n_updates.keys() - set(idle))
+        place = first_of(names) if len(names) == 1 or not part or has_others else part
         evidence = (
             f"{counted(len(names), 'parameter', 'parameters')} in the optimizer had no gradient, or zeros, at all of "
             f"{n_updates[names[0]]} updates"
@@ -105,13 +106,7 @@ def missing_gradients(case: TrainingCase, _: Any) -> list[Finding]:
         if shrunk := names[0] in shrinks:
             most = max(names, key=lambda name: shrinks[name])
             evidence += f", and weight decay shrank {most} by {shrinks[most]:.3g} of its norm at each"
-        findings.append(
-            finding(
-                f"missing_gradients/{'shrunk' if shrunk else 'none'}",
-                part if is_whole else first_of(names),
-                f"{evidence}.",
-            )
-        )
+        findings.append(finding(f"missing_gradients/{'shrunk' if shrunk else 'none'}", place, f"{evidence}."))
     return findings
 
 

@@ -30,10 +30,10 @@ class KnowsItsTensors(Protocol):
 
 
 def on_device_of(reader: MemoryReader, device: torch.device) -> OnDevice:
-    """Return a function that tells whether a tensor is on the device that a reader reads.
+    """Return a function that tells whether a tensor is on a device.
 
     Args:
-        reader: The reader of the device's memory, possibly a simulated device.
+        reader: Reads the device's memory. A simulated device is its own reader, and knows its tensors.
         device: The `torch.device` of the tensors, used if the reader is not a simulated device.
     """
     if isinstance(reader, KnowsItsTensors):

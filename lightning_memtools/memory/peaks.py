@@ -47,7 +47,7 @@ class PeakWindow:
         return stats
 
     def resume(self) -> MemoryStats:
-        """Start tracking from now on, and return the device's current statistics."""
+        """Track the peak again after a pause. Return the device's current statistics."""
         stats = self._counter.fold()
         self._counter.running.add(self)
         return stats

@@ -367,7 +367,7 @@ class StepGuard:
         return reading
 
     def _note_good(self, step: GuardedStep) -> bool:
-        """Add a finite step to the history. Return True if `watch` wants the step's update to be skipped."""
+        """Add a finite step to the history. Return True if `watch` (LossSpikes) wants to skip its update."""
         self._remember(step)
         try:
             return self._watch is not None and self._watch.read(step) and not step.late

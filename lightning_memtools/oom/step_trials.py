@@ -18,7 +18,7 @@ _LEAST_SAVING = 0.01
 
 
 class NotCheckedError(Exception):
-    """Raised if a change cannot be tried. The message says why."""
+    """Raised if a suggested change cannot be tried. The message says why."""
 
 
 class StepTrials:

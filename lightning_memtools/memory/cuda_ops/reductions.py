@@ -169,7 +169,7 @@ def _order(results: list[int], inputs: list[int], shape: list[int]) -> list[int]
 
 
 def _compared(one: int, other: int, results: list[int], inputs: list[int], shape: list[int]) -> int:
-    """Compare two dimensions by stride: return -1 if `one` belongs inside `other`, 1 for the opposite, 0 for a tie."""
+    """Compare strides of dimensions: -1 if the loop over `one` belongs inside that over `other`, else 1; 0: tie."""
     if (results[one] == 0) != (results[other] == 0):
         return 1 if results[other] == 0 else -1
     for strides in (results, inputs):

@@ -80,7 +80,7 @@ def _settled(on_device: OnDevice, left_out: Collection[int], is_young: Callable[
 
 
 class _HoldingSearch:
-    """Finds what holds the tensors in `remaining`, and summarizes what each object holds in a `Holding`.
+    """Finds the objects that hold the tensors in `remaining`. A `Holding` sums up the tensors of one object.
 
     Tensors that only C++ holds go to `unheld`. A tensor's size includes what its autograd graph has saved.
     """

@@ -56,7 +56,7 @@ def by_name(n_bytes: Sequence[int]) -> dict[str, int]:
 
 
 def as_log_names(n_bytes: Sequence[int]) -> dict[str, int]:
-    """Convert sizes in the order of `Category` to a dict by the names in log tags; buffers count as other."""
+    """Convert sizes in the order of `Category` to a dict keyed by the names in log tags. Buffers count as "other"."""
     return {
         "parameters": n_bytes[Category.PARAMETER],
         "gradients": n_bytes[Category.GRADIENT],

@@ -262,7 +262,7 @@ class VirtualDevice:
         self._ledger.listener = listener
 
     def apply_rules(self, rules: Mapping[Any, Rule]) -> None:
-        """Call functions in place of operators (the keys of `rules`), from the device's next `with` block on."""
+        """Register functions to be called in place of operators (the keys of `rules`) from the next `with` block on."""
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:

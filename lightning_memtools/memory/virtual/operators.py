@@ -41,7 +41,7 @@ _MATMULS = {
 
 
 def kind_of(func: Any) -> OperatorKind:
-    """Return how an operator affects storages. If it is no OpOverload, assume that it makes new storages (FRESH)."""
+    """Return how an operator affects storages. If it is not an OpOverload, assume new storages (FRESH)."""
     if not isinstance(func, OpOverload):
         return OperatorKind.FRESH
     schema = operator_schema(func)

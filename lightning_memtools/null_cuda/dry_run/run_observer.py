@@ -131,7 +131,7 @@ class RunObserver:
         self.owners.enter(None)
 
     def whole_script(self) -> DryRunStage:
-        """Return the peak memory since the script began, as a stage named "script"."""
+        """Return a DryRunStage named "script" with the peak memory since the script began."""
         self._counter.fold()
         allocated, reserved = self._script.allocated or 0, self._script.reserved or 0
         return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
