@@ -17,9 +17,9 @@ from tests.nonfinite.gallery import BAD_BATCH, HEALTHY, ZERO_ROW, Small, _set, b
 from tests.nonfinite.observe import error_at_halt
 
 
-def explained(model: L.LightningModule, batches: list[Any], root: Path, **options: Any) -> BadStep:
+def explained(model: L.LightningModule, batches: list[Any], root: Path) -> BadStep:
     dataset: Any = batches
-    error = error_at_halt(model, dataset, root, save_last_good=False, save_step=False, options=options)
+    error = error_at_halt(model, dataset, root, save_last_good=False, save_step=False)
     assert error.batch_idx == BAD_BATCH
     found = error.explanation
     assert found is not None, str(error)
@@ -45,7 +45,7 @@ def test_intended_infinities_are_not_named_where_another_operation_fails(name, t
             return loss + torch.log(0 * self.first.weight.square().sum()) if batch_idx == BAD_BATCH else loss
 
     L.seed_everything(0, verbose=False)
-    found = explained(Fails(), case.batches, tmp_path, **case.options)
+    found = explained(Fails(), case.batches, tmp_path)
     assert (found.cause, found.operation, found.backward) == (NonFiniteCause.DOMAIN, "aten.log", False)
     assert (Path(found.file or ""), found.line) == (Path(__file__), line_of(Fails, "torch.log("))
 

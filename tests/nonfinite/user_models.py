@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-
-from lightning_memtools.nonfinite.causes import NonFiniteCause as Cause
 
 N, D, N_BATCHES, BAD = 6, 4, 4, 2
 
@@ -28,35 +26,19 @@ class UserCase:
 
     Attributes:
         loss: The loss of a batch; in manual optimization it also makes the updates, and returns None.
-        spoil: Makes the bad batch of a good one.
-        operation: The operation that makes the first bad value; of a backward pass, the forward operation.
-        cause: The class of cause.
-        backward: Whether it is in the backward pass.
-        module: The module that it is in.
+        operation: The operation that makes the first bad value.
         parts: Makes further modules: name to module.
         pack: Makes the batch, as the user's loader gives it, of a tensor of shape [6, 4].
         n_optimizers: The number of optimizers; two are for `net` and `other`, in manual optimization.
         restored: Whether what the step writes is restored: not a parameter that it makes NaN.
-        named: Whether operation and line are told: not where a mask of -inf hides a row that is masked throughout.
     """
 
     loss: Callable[[Any, Any], Any]
-    spoil: Callable[[Tensor], Tensor] = torch.zeros_like
-    operation: str = "aten.log"
-    cause: Cause = Cause.DOMAIN
-    backward: bool = False
-    module: str = ""
+    operation: str
     parts: Callable[[], dict[str, Any]] = dict
     pack: Callable[[Tensor], Any] = lambda x: x
     n_optimizers: int = 1
     restored: bool = True
-    named: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The loss function's name."""
-        return self.loss.__name__
 
     @property
     def line(self) -> int:
@@ -65,12 +47,11 @@ class UserCase:
         (found,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# bad"))
         return found
 
-    def loader(self, *, bad: bool) -> DataLoader[Any]:
-        """The batches, in order."""
+    def loader(self) -> DataLoader[Any]:
+        """The batches, in order; the bad one holds zeros."""
         generator = torch.Generator().manual_seed(0)
         batches: Any = [torch.randn(N, D, generator=generator) for _ in range(N_BATCHES)]
-        if bad:
-            batches[BAD] = self.spoil(batches[BAD])
+        batches[BAD].zero_()
         return DataLoader([self.pack(x) for x in batches], batch_size=None)  # type: ignore[arg-type]
 
 
@@ -163,15 +144,10 @@ def as_graph(x):
     return SimpleNamespace(x=x, edges=edges, weights=x.abs().sum(1))
 
 
-def _cases() -> list[UserCase]:
-    case = UserCase
-    div: dict[str, Any] = {"operation": "aten.div"}
-    return [
-        case(vq_vae, parts=lambda: {"book": Book()}, **div),
-        case(replaced_codes, parts=lambda: {"other": Codes()}, restored=False, named=False, **div),
-        case(gan, n_optimizers=2),
-        case(lazy, parts=lambda: {"lazy": nn.LazyLinear(D)}, **div), case(graph, pack=as_graph, **div),
-    ]  # fmt: skip
-
-
-CASES = {f"{case.name}{''.join(f'-{key}' for key in case.options)}": case for case in _cases()}
+CASES = {
+    "vq_vae": UserCase(vq_vae, "aten.div", parts=lambda: {"book": Book()}),
+    "replaced_codes": UserCase(replaced_codes, "aten.div", parts=lambda: {"other": Codes()}, restored=False),
+    "gan": UserCase(gan, "aten.log", n_optimizers=2),
+    "lazy": UserCase(lazy, "aten.div", parts=lambda: {"lazy": nn.LazyLinear(D)}),
+    "graph": UserCase(graph, "aten.div", pack=as_graph),
+}
