@@ -21,7 +21,6 @@ from tests.lightning_models import trainer
 
 MIB = 2**20
 WIDTH = 16384
-KEPT_MIB = 1
 
 
 class Gain(nn.Module):
@@ -176,35 +175,6 @@ class KeepsValidationOutputs(Case):
         self.kept.append({"mean": float(out.mean()), "logits": None if self.mended else out})
 
 
-class KeepsAtEpochEnd(L.Callback):
-    def __init__(self, *, keeps: bool) -> None:
-        self.kept: dict[int, Tensor] = {}
-        self.keeps = keeps
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.keeps:
-            self.kept[trainer.current_epoch] = torch.full((48, WIDTH), 0.5, device=pl_module.device)
-
-
-@exhibit("in KeepsAtEpochEnd.on_train_epoch_end", "`KeepsAtEpochEnd.kept` holds", advice=("dict",))
-def tensors_a_callback_keeps_at_each_epochs_end(fit: FitOn, *, mended: bool) -> None:
-    fit(Net(2), KeepsAtEpochEnd(keeps=not mended), max_epochs=12)
-
-
-@exhibit("`HistoryFrom51.kept` holds", advice=("list",))
-class HistoryFrom51(Case):
-    """Begins at step 51 of one epoch."""
-
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended, n_batches=80)
-
-    def training_step(self, batch, batch_idx):
-        out = self(batch)
-        if batch_idx >= 50 and not self.mended:
-            self.kept.append(out.detach())
-        return out.square().mean()
-
-
 @exhibit("`KeepsLogProbabilities.kept` holds", advice=("autograd graph", "detach"))
 class KeepsLogProbabilities(Case):
     """The losses of an agent: small, each with the large graph of a forward pass that is never run backward."""
@@ -213,37 +183,6 @@ class KeepsLogProbabilities(Case):
         value = self(batch).mean()
         self.kept.append(value.detach() if self.mended else value)
         return self(batch).square().mean()
-
-
-@exhibit("`seen", "hold", advice=("closure of", "look"))
-class HookedNet(Case):
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended)
-        seen: list[Tensor] = []
-
-        def look(_module: Any, _args: Any, out: Tensor) -> None:
-            seen.append(out.detach().mean() if mended else out.detach())
-
-        self.layers[1].register_forward_hook(look)
-
-
-GLOBAL_OUTS: list[Tensor] = []
-
-
-class FillsGlobal(Case):
-    def training_step(self, batch, batch_idx):
-        out = self(batch)
-        if not self.mended:
-            GLOBAL_OUTS.append(out.detach())
-        return out.square().mean()
-
-
-@exhibit("gallery.GLOBAL_OUTS` holds", advice=("list",))
-def a_global_list(fit: FitOn, *, mended: bool) -> None:
-    try:
-        fit(FillsGlobal(mended=mended))
-    finally:
-        GLOBAL_OUTS.clear()
 
 
 @exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
@@ -355,25 +294,6 @@ def models_of_earlier_folds(fit: FitOn, *, mended: bool) -> None:
             models.append(model)
 
     folds()
-
-
-@exhibit("trials", "another run", advice=("Delete what is left of another run", "optimizer SGD"), capacity_mib=80)
-def a_model_and_optimizer_made_without_a_trainer(fit: FitOn, *, mended: bool) -> None:
-    def search() -> None:
-        trials = []
-        model = LargeNet(16).to(fit.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model.training_step(torch.ones(4, WIDTH, device=fit.device), 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        trials.append({"optimizer": optimizer})
-        del model, optimizer
-        if mended:
-            trials.clear()
-            gc.collect()
-        fit(LargeNet())
-
-    search()
 
 
 @exhibit("Garbage", advice=("gc.collect()",), capacity_mib=64)
