@@ -173,20 +173,6 @@ def test_a_sum_that_each_short_epoch_resets_is_found(epoch):
     assert (finding.severity, finding.place) == ("error", "Sums.total_loss")
 
 
-def test_outputs_kept_with_their_graphs_are_found_in_a_closure():
-    outputs: list[torch.Tensor] = []
-
-    def step(model: nn.Module, batch: Any) -> Any:
-        out = model(batch[0])
-        outputs.append(out)
-        return F.mse_loss(out, batch[1])
-
-    finding = only(found(network(), rows(), step), "retained_graphs")
-    assert "outputs" in finding.place
-    assert "step (test_checks.py" in finding.place
-    assert "held through 6 tensors with 192 B" in finding.evidence
-
-
 @pytest.mark.filterwarnings("ignore:.*target size")
 @pytest.mark.parametrize(
     ("loss", "place"),
