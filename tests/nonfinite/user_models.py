@@ -5,19 +5,16 @@ A model is a dictionary of modules and a loss. The line of a loss that makes the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-N, D, N_BATCHES, BAD = 6, 4, 4, 2
+from tests.nonfinite.given_loss import D, N, Net
 
 
 @dataclass(frozen=True)
@@ -40,41 +37,20 @@ class UserCase:
     n_optimizers: int = 1
     restored: bool = True
 
-    @property
-    def line(self) -> int:
-        """The line that is marked."""
-        lines, first = inspect.getsourcelines(self.loss)
-        (found,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# bad"))
-        return found
 
-    def loader(self) -> DataLoader[Any]:
-        """The batches, in order; the bad one holds zeros."""
-        generator = torch.Generator().manual_seed(0)
-        batches: Any = [torch.randn(N, D, generator=generator) for _ in range(N_BATCHES)]
-        batches[BAD].zero_()
-        return DataLoader([self.pack(x) for x in batches], batch_size=None)  # type: ignore[arg-type]
-
-
-class UserModel(L.LightningModule):
+class UserModel(Net):
     """A network, what the case adds, and its loss."""
 
+    other: nn.Module
+
     def __init__(self, case: UserCase) -> None:
-        super().__init__()
-        self.net = nn.Linear(D, D)
-        self.other = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.1))
-        for name, part in case.parts().items():
-            setattr(self, name, part)
-        self.case = case
+        other = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.1))
+        super().__init__(case.loss, **({"other": other} | case.parts()))
         self.automatic_optimization = case.n_optimizers == 1
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.case.loss(self, batch)
-
     def configure_optimizers(self) -> Any:
-        groups = (
-            [self.parameters()] if self.automatic_optimization else [self.net.parameters(), self.other.parameters()]
-        )
-        return [torch.optim.AdamW(group, lr=1e-3) for group in groups]
+        parts: list[nn.Module] = [self] if self.automatic_optimization else [self.net, self.other]
+        return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
 
 
 def size(x: Tensor) -> Tensor:
