@@ -358,18 +358,6 @@ def buffers_that_pin_half_empty_segments(fit: FitOn, *, mended: bool) -> None:
 # --- evaluation, prediction and other programs
 
 
-@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
-         fit_options={"validate": True})  # fmt: skip
-class WideValidation(Case):
-    """Its batches of evaluation are larger than those of training."""
-
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended, n_batches=2)
-
-    def val_dataloader(self):
-        return loader([64 if self.mended else 240] * 2)
-
-
 class PredictsMuch(Net):
     def predict_dataloader(self):
         return loader([16] * 40)
@@ -405,11 +393,6 @@ class Activations(Net):
         return [self.batch] * self.n_batches
 
 
-@exhibit("Activations take", advice=("Accumulate gradients over 3 batches of 32",), capacity_mib=32)
-def a_batch_that_is_too_large(fit: FitOn, *, mended: bool) -> None:
-    fit(Activations(32 if mended else 96), accumulate_grad_batches=3 if mended else 1)
-
-
 class Adversaries(Activations):
     """Two optimizers in manual optimization; memory runs out while one of them is toggled."""
 
@@ -439,16 +422,6 @@ def toggled_optimizers(fit: FitOn, *, mended: bool) -> None:
 # --- odd batches
 
 
-class OddBatch(Net):
-    def sizes(self) -> list[int]:
-        return [*[8 + n % 5 for n in range(20)], 60, 8, 8]
-
-
-@exhibit("is [60, ", "usually at most [12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
-def one_odd_batch(fit: FitOn, *, mended: bool) -> None:
-    fit(OddBatch(), *([OOMRecovery(loss="mean")] if mended else []))
-
-
 class DenseLabels(Net):
     """One batch has forty times the boxes: few bytes, but what is compared with each of them is much."""
 
@@ -462,8 +435,8 @@ class DenseLabels(Net):
         return DataLoader(data, batch_size=None)
 
 
-@exhibit('`batch["boxes"]` is [8, 480, 4], usually at most [8, 12, 4]', advice=("OOMRecovery(", "it then fits"),
-         capacity_mib=48)  # fmt: skip
+@exhibit('`batch["boxes"]` is [8, 480, 4], usually at most [8, 12, 4]', capacity_mib=48,
+         advice=("OOMRecovery(", "it then fits", "sort or bucket"))  # fmt: skip
 def one_batch_with_many_boxes(fit: FitOn, *, mended: bool) -> None:
     fit(DenseLabels(), *([OOMRecovery(loss="mean")] if mended else []))
 
