@@ -74,6 +74,17 @@ def cut_segments(n: int, large: int, small: int) -> list[tuple[str, int]]:
 
 HELPED = [*cut_segments(4, 64 * MIB, 21 * MIB), ("malloc", 100 * MIB)]
 """84 MiB are in use, in four segments of 64; 100 more need a fifth, or pages of the holes."""
+NOT_HELPED = [*cut_segments(4, 64 * MIB, 60 * MIB), ("malloc", 100 * MIB)]
+"""240 MiB are in use: the holes are smaller than a page."""
+
+
+@pytest.mark.parametrize(("program", "helps"), [(HELPED, True), (NOT_HELPED, False)])
+def test_expandable_segments_help_where_the_verdict_says_so(program, helps):
+    run = carry_out(program, 300 * MIB)
+    assert run.failed_at == len(program) - 1
+    assert run.history.with_expandable_segments()[0] is helps
+    assert (carry_out(program, 300 * MIB, "expandable_segments:True").failed_at is None) is helps
+
 
 ACTIONS = st.one_of(
     st.tuples(st.just("malloc"), st.integers(1, 40).map(lambda n: n * MIB)),
