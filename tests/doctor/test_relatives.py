@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,8 +32,33 @@ def frozen(part: nn.Module) -> nn.Module:
 # --- BatchNorm of a part that is frozen
 
 
+class Tuned(L.LightningModule):
+    """A frozen backbone and a head; the loop calls train() at the start of each epoch."""
+
+    def __init__(self, *, mended: bool = False) -> None:
+        super().__init__()
+        self.backbone, self.head, self.mended = frozen(network(norm=True).eval()), nn.Linear(1, 1), mended
+
+    def on_train_epoch_start(self) -> None:
+        self.train()
+        if self.mended:
+            self.backbone.eval()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)  # of the frozen part too
+
+
 def images() -> Any:
     return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3), nn.Flatten())
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_loop_that_calls_train_on_a_frozen_backbone(mended, tmp_path):
+    findings = doctored(tmp_path, Tuned(mended=mended), rows())
+    assert [(one.check, one.place) for one in findings] == [("frozen_batch_norm", "backbone.1")] * (not mended)
 
 
 @pytest.mark.parametrize(

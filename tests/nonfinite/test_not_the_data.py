@@ -114,6 +114,11 @@ def biased_attention(m, batch):
     return torch.softmax(scores, 1).square().mean()  # bad
 
 
+def attention_in_half(m, batch):
+    weights = torch.softmax(m.net(batch["x"]) + batch["bias"].bfloat16().float(), 1)  # bad
+    return (weights * batch["x"]).sum()
+
+
 def entropy(m, batch):
     scores = torch.log_softmax(m.net(batch["x"]) + batch["bias"], 1)  # bad
     return (scores.exp() * scores.clamp(min=-9)).sum(1).mean()
@@ -128,7 +133,7 @@ def bias(index: int) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("loss", [biased_attention, entropy])
+@pytest.mark.parametrize("loss", [biased_attention, attention_in_half, entropy])
 def test_only_the_sample_whose_mask_leaves_nothing_is_named(loss, tmp_path):
     error = halted(Net(loss), batches(bias=bias), tmp_path)
     assert error.cause == NonFiniteCause.DOMAIN
