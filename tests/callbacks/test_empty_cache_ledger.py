@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,17 @@ class ThawsALayerPerEpoch(Regression):
         self.net[frozen:].requires_grad_(requires_grad=True)
 
 
+class KeepsTheLastHundred(Regression):
+    def __init__(self):
+        super().__init__()
+        self.recent = deque(maxlen=100)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.recent.append(loss.detach() * 1)
+        return loss
+
+
 class LogsMetrics(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -188,10 +200,11 @@ class LogsMetrics(Regression):
         self.everything.reset()
 
 
-# tests/memory/leaks has more: a bounded history, values that are replaced, and others.
+# tests/memory/leaks has more: values that are replaced, and others.
 HEALTHY: dict[str, Any] = {
     "average_of_weights": (Regression, lambda: [EMAWeightAveraging()]),
     "optimizer_state_made_late": (ThawsALayerPerEpoch, list),
+    "bounded_history": (KeepsTheLastHundred, list),
     "metrics": (LogsMetrics, list),
 }
 

@@ -185,6 +185,18 @@ class KeepsLogProbabilities(Case):
         return self(batch).square().mean()
 
 
+@exhibit("`seen", "hold", advice=("closure of", "look"))
+class HookedNet(Case):
+    def __init__(self, *, mended: bool) -> None:
+        super().__init__(mended=mended)
+        seen: list[Tensor] = []
+
+        def look(_module: Any, _args: Any, out: Tensor) -> None:
+            seen.append(out.detach().mean() if mended else out.detach())
+
+        self.layers[1].register_forward_hook(look)
+
+
 @exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
 class KeepsPredictions(Case):
     """A metric that nobody resets keeps all predictions."""
