@@ -34,7 +34,6 @@ class Sequences(L.LightningModule):
         )
         self.optimizer = optimizer
         self.seen: list[int] = []
-        self.backwards = 0
 
     def loss(self, batch: Any) -> Tensor:
         return F.mse_loss(self.net(batch[0]), batch[1], reduction=self.reduction)
@@ -44,9 +43,6 @@ class Sequences(L.LightningModule):
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
-
-    def on_after_backward(self) -> None:
-        self.backwards += 1
 
     def configure_optimizers(self) -> Any:
         optimizer: torch.optim.Optimizer = (
@@ -108,13 +104,11 @@ class FailsOnce(TorchDispatchMode):
     def __init__(self, model: Any, at: int, batch: int = 0, name: str = "") -> None:
         super().__init__()
         self.model, self.at, self.batch, self.name, self.n = model, at, batch, name, 0
-        self.n_added = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.model.now == self.batch and self.n <= self.at and self.name in str(func):
             self.n += 1
             if self.n > self.at:
-                self.n_added = sum(parameter.grad is not None for parameter in self.model.parameters())
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
         return func(*args, **(kwargs or {}))
 

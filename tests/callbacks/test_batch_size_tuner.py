@@ -9,11 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.batch_size_tuner import BatchSizeTuner
 from lightning_memtools.memory.sizes import MIB
+from tests.event_files import texts_of
 from tests.lightning_models import assert_same_bits, trainer
 from tests.tuner_runs import Constant, N, Small, Tuner, everything_of, fit
 
@@ -120,10 +120,8 @@ def test_the_result_is_printed_logged_and_written(tmp_path, capsys):
     (report,) = tmp_path.rglob("batch_size.md")
     assert tuner.result.table() in report.read_text()
     assert "simulated" in report.read_text()
-    events = EventAccumulator(str(tmp_path / "board"))
-    events.Reload()
-    (text,) = events.Tensors("memtools/batch_size/text_summary")
-    assert tuner.result.table() in text.tensor_proto.string_val[0].decode()
+    (text,) = texts_of(tmp_path / "board")["memtools/batch_size"]
+    assert tuner.result.table() in text
     assert f"batch_size: {size}" in next(tmp_path.rglob("hparams.yaml")).read_text()
 
 

@@ -298,18 +298,13 @@ class Big(Net):
 
 
 @fused_or_not
-@pytest.mark.parametrize(
-    ("scale", "factor", "most"),
-    [(2.0**14, 1, 2.0**13), (2.0**16, 20, 2.0**6)],
-    ids=["some skips", "ten skips from the default scale"],
-)
-def test_skips_of_the_gradient_scaler_are_normal_at_first(scale, factor, most, fused, tmp_path):
-    scaler, model = half(scale), Big(fused=fused)
-    model.factor = factor
+def test_skips_of_the_gradient_scaler_are_normal_at_first(fused, tmp_path):
+    scaler, model = half(2.0**16), Big(fused=fused)  # the default scale
+    model.factor = 20
     run = trainer(tmp_path, HaltOnNaN(), plugins=scaler)
     run.fit(model, loader())
     assert run.global_step == 16
-    assert 1 <= scaler.scaler.get_scale() <= most
+    assert 1 <= scaler.scaler.get_scale() <= 2.0**6  # ten skips at least
 
 
 @fused_or_not

@@ -181,8 +181,8 @@ def test_batch_norm_is_refused_unless_it_is_allowed(tmp_path):
     torch.manual_seed(3)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         one_step(tmp_path, Normalized(), OOMRecovery(loss="mean"), at=12)
-    said = "net.2 normalizes"
-    assert said in caught.value.__notes__[0]
+    assert "net.2 normalizes" in caught.value.__notes__[0]
+    assert "allow_batch_norm=True accepts that" in caught.value.__notes__[0]
     torch.manual_seed(3)
     model = Normalized()
     one_step(tmp_path, model, recovery(allow_batch_norm=True), at=12)

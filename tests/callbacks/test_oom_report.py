@@ -12,13 +12,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
 from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
 from tests.batch_size_models import Samples
-from tests.event_files import texts_of
 from tests.lightning_models import Regression, loader, opaque, trainer
 from tests.list_logger import ListLogger
 from tests.oom_models import Layers, place_of, sizes_in
@@ -132,10 +130,9 @@ def test_the_report_says_where_it_failed_and_what_filled_the_device(name, failed
     split = sizes_in(outcome.report, "What filled the device")
     assert split.pop("allocated") == pytest.approx(allocated, rel=0.01)
     assert sum(split.values()) == pytest.approx(allocated, rel=0.01)
-    singular = {"parameters": "parameter", "gradients": "gradient", "activations": "activation", "inputs": "input"}
     for name_, n_bytes in split.items():
-        if name_ in singular:
-            assert n_bytes == pytest.approx(categories[singular[name_]], rel=0.01)
+        if name_ != "other":
+            assert n_bytes == pytest.approx(categories[name_.removesuffix("s")], rel=0.01)
     assert next(iter(sizes_in(outcome.report, "Modules with the most activations"))) == case.largest
     # What the error takes along begins with the same line and names the report, and nothing is printed twice.
     (note,) = outcome.error.__notes__
@@ -265,12 +262,6 @@ def test_where_the_traced_step_fits_nothing_is_said_to_be_enough(tmp_path):
 
 
 # --- the report goes wherever it can
-
-
-def test_it_goes_to_every_logger_that_takes_text(tmp_path):
-    board, table_, own = TensorBoardLogger(tmp_path, name="", version="board"), CSVLogger(tmp_path), ListLogger()
-    outcome = attempt(tmp_path, "64MiB", "fit", batch=16, options={"logger": [board, table_, own]})
-    assert texts_of(board.log_dir)["memtools/oom_report"] == [outcome.report]
 
 
 def run_out(root, error=torch.OutOfMemoryError, match="Tried to allocate", *, model=None, logger=False, **report):

@@ -90,18 +90,6 @@ def test_an_exponential_moving_average_beside_the_model():
     assert_healthy(both, rows(), step, torch.optim.Adam(model.parameters(), weight_decay=0.1))
 
 
-def test_a_teacher_in_eval_mode():
-    student, teacher = network(norm=True), network(norm=True).eval()
-    both = nn.ModuleDict({"student": student, "teacher": teacher})
-
-    def step(both: Any, batch: Any) -> Any:
-        with torch.no_grad():
-            target = both["teacher"](batch[0])
-        return F.mse_loss(both["student"](batch[0]), target)
-
-    assert_healthy(both, rows(), step, torch.optim.Adam(student.parameters()))
-
-
 class Adapted(nn.Module):
     """A frozen layer with an adapter of low rank whose second matrix begins at zero, as in LoRA."""
 
@@ -135,18 +123,3 @@ def test_a_variational_autoencoder_with_its_sum_per_sample():
         return (F.mse_loss(out, batch[0], reduction="sum") + divergence) / len(batch[0])
 
     assert_healthy(model, rows(), step)
-
-
-def test_a_recurrent_network_that_carries_its_state_detached():
-    class Carries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.head, self.state = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 1), None
-
-        def forward(self, x: Tensor) -> Any:
-            out, state = self.cell(x[:, None], self.state)
-            self.state = state.detach()
-            return self.head(out[:, 0])
-
-    torch.manual_seed(0)
-    assert_healthy(Carries(), rows(), squared)

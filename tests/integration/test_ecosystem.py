@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 from lightning_memtools import VirtualDevice, default_callbacks
 from tests.lightning_models import Regression, loader, trainer
@@ -44,18 +43,6 @@ def test_a_block_that_needs_a_library_runs_after_those_before_it(needed, tmp_pat
 def fit(root: Path, logger: Any) -> None:
     with VirtualDevice("1GiB"):
         trainer(root, *default_callbacks(), logger=logger, max_epochs=2).fit(Regression(), loader(), loader(16))
-
-
-def test_a_csv_has_a_column_for_each_tag(tmp_path):
-    logger = CSVLogger(tmp_path)
-    fit(tmp_path, logger)
-    with Path(logger.log_dir, "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    for tag in ("memory/train/peak_allocated_gib", "memory/val/peak_allocated_gib", "loss/train", "loss/val"):
-        found = [float(row[tag]) for row in rows if row[tag]]
-        assert len(found) == (8 if "train" in tag else 2)
-        assert all(value > 0 for value in found)
-    assert list(Path(logger.log_dir, "memtools").glob("memory_summary_fit.md"))
 
 
 @pytest.mark.filterwarnings("ignore")

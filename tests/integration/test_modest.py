@@ -43,14 +43,3 @@ def test_all_default_callbacks_add_at_most_half_a_percent_and_one_batch_to_the_p
     batch = 2 * 512 + 64 * 4 * 4 + 64 * 4
     assert plain > 15 * 2**20
     assert plain <= watched <= 1.005 * plain + batch
-
-
-def test_the_console_gets_one_short_block_per_call(tmp_path, capsys):
-    with VirtualDevice():
-        run = trainer(tmp_path, *default_callbacks(), max_epochs=4)
-        run.fit(Deep(), loader(), loader(16))
-        fit_says = capsys.readouterr().out.splitlines()
-        run.test(Deep(), loader(16), verbose=False)
-        test_says = capsys.readouterr().out.splitlines()
-    assert len(fit_says) <= 24
-    assert len(test_says) <= 24

@@ -7,7 +7,7 @@ force. `bad_data` is the one place where a batch is made special.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ class Case:
         batches: The batches of an epoch, as training_step gets them.
         cause: What it fails of; None for a healthy one.
         bad_batch: Which batch makes it fail; None where it runs away by itself or never fails.
-        options: Trainer options that it needs.
         operation: Which operation makes the first bad value; of a backward pass, the forward operation.
         module: In which module; empty for training_step and what it calls.
         code: What stands on the line of this file where it does.
@@ -43,7 +42,6 @@ class Case:
     batches: list[Any]
     cause: NonFiniteCause | None = None
     bad_batch: int | None = BAD_BATCH
-    options: dict[str, Any] = field(default_factory=dict)
     operation: str = ""
     module: str = ""
     code: str = ""
@@ -79,7 +77,6 @@ def bad_data(change: Callable[[Tensor], object]) -> list[Tensor]:
 class Small(L.LightningModule):
     """A linear layer, BatchNorm and a loss for subclasses to spoil."""
 
-    fused = False
     masked = False  # a causal mask of -inf in the body, as decoders have it by right
     lr = 1e-2
 
@@ -103,7 +100,7 @@ class Small(L.LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=self.fused)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
 class LogOfZero(Small):
@@ -271,7 +268,7 @@ class Manual(Small):
 
     def configure_optimizers(self):
         own = [p for name, p in self.named_parameters() if not name.startswith("critic")]
-        return [torch.optim.AdamW(ps, lr=self.lr, fused=self.fused) for ps in (own, self.critic.parameters())]
+        return [torch.optim.AdamW(ps, lr=self.lr) for ps in (own, self.critic.parameters())]
 
 
 def _set(value: float, rows: slice) -> Callable[[Tensor], object]:
@@ -421,8 +418,6 @@ class ForbiddenClass(Small):
 class OverflowingNorm(L.LightningModule):
     """Gradients of 1e20: finite, but their squares are not."""
 
-    fused = False
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(FEATURES, 40)
@@ -431,7 +426,7 @@ class OverflowingNorm(L.LightningModule):
         return (self.first(batch) * 1e20).sum()
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-22, fused=self.fused)
+        return torch.optim.SGD(self.parameters(), lr=1e-22)
 
 
 class RunningBounds(Small):

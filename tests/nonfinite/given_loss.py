@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,13 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters())
+
+
+def bad_line(thing: Any) -> int:
+    """The number of the line of a function or class that ends with `# bad`."""
+    lines, first = inspect.getsourcelines(thing)
+    (number,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# bad"))
+    return int(number)
 
 
 def batches(**more: Callable[[int], Any]) -> list[dict[str, Any]]:

@@ -155,10 +155,9 @@ RUNS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], dict[str, An
 
 
 class Recorder(L.Callback):
-    """Keeps losses and gradients of each step as the optimizer gets them."""
+    """Keeps the gradients of the last step as the optimizer gets them."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
         self.gradients: dict[str, Tensor] = {}
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -176,13 +175,11 @@ def batches(n: int = 8) -> list[Tensor]:
     return made
 
 
-def halted(
-    name: str, root: Path, *, more: dict[str, Any] | None = None, **arguments: Any
-) -> tuple[NonFiniteError, Recorder, Any]:
-    """Run one of RUNS until it halts: the error, what was recorded, and the module. `more`: options of the Trainer."""
+def halted(name: str, root: Path, **arguments: Any) -> tuple[NonFiniteError, Recorder, Any]:
+    """Run one of RUNS until it halts: the error, what was recorded, and the module."""
     L.seed_everything(0, verbose=False)
     make, options = RUNS[name]
     model, recorder = make(), Recorder()
     arguments = {"directory": str(root / "memtools")} | arguments
-    error = error_at_halt(model, batches(), root, recorder, options=options() | (more or {}), **arguments)
+    error = error_at_halt(model, batches(), root, recorder, options=options(), **arguments)
     return error, recorder, model

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, MicroBatch, bad_inputs
 from tests.nonfinite.given_loss import BAD, Net, batches
 from tests.nonfinite.observe import error_at_halt
-
-
-class Pair(NamedTuple):
-    image: torch.Tensor
-    label: int
-
-
-@dataclass
-class Sample:
-    text: str
-    tokens: torch.Tensor
-
-
-def test_tensors_are_named_by_the_expression_that_leads_to_them():
-    batch = {
-        "x": [torch.zeros(1), (torch.zeros(1), "text")],
-        3: Pair(torch.zeros(1), 1),
-        "s": Sample("", torch.ones(1)),
-    }
-    names = [name for name, _ in named_tensors(batch, "batch")]
-    assert names == ['batch["x"][0]', 'batch["x"][1][0]', "batch[3].image", 'batch["s"].tokens']
-    for name, tensor in named_tensors(batch, "batch"):
-        assert eval(name, {"batch": batch}) is tensor  # noqa: S307, that is what the name promises
 
 
 def test_bad_samples_are_counted_and_listed():

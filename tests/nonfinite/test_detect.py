@@ -8,13 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from lightning_memtools.nonfinite.finite_checks import (
-    BadTensor,
     find_bad,
-    floats_of,
-    gradients_of,
     measure,
     norms_of,
 )
@@ -54,21 +50,6 @@ def test_finite_values_whose_squares_overflow_are_finite_where_it_is_asked():
     assert measure(half, [])[0].item() == pytest.approx(6e5, rel=1e-3)
 
 
-def test_what_is_measured_is_read_and_gradients_without_memory_are_left_out():
-    gradients = [torch.tensor([[3.0, 9.0], [4.0, 9.0]])[:, 0], torch.tensor([12.0], dtype=torch.bfloat16)]
-    assert measure(gradients, [torch.tensor(0.5)]).tolist() == pytest.approx([0.5, 5, 12])
-    assert measure([], []) is None
-    assert floats_of(torch._efficientzerotensor((3,))) is None
-
-
-def test_only_parameters_with_a_gradient_are_listed():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net[0](torch.ones(1, 2)).sum().backward()
-    parameters, gradients = gradients_of(torch.optim.SGD(net.parameters()))
-    assert [id(p) for p in parameters] == [id(p) for p in net[0].parameters()]
-    assert [g.tolist() for g in gradients] == [[[1, 1], [1, 1]], [1, 1]]
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 1e20, -3.0, math.nan, math.inf, -math.inf]), min_size=1), max_size=5))
 def test_counts_of_non_finite_values_agree_with_python(values):
@@ -79,10 +60,3 @@ def test_counts_of_non_finite_values_agree_with_python(values):
         if not all(map(math.isfinite, each))
     ]
     assert [(b.name, b.n_nan, b.n_inf, b.n_elements) for b in find_bad(named)] == expected
-
-
-def test_the_text_of_a_count_names_numbers_and_share():
-    (bad,) = find_bad([("layer.weight", torch.tensor([1.0, torch.nan, torch.inf, torch.nan]))])
-    assert str(bad) == "layer.weight (2 NaN and 1 Inf of 4, 75%)"
-    assert str(BadTensor("late", None, None, 4, math.inf)) == "late (holds Inf, not counted)"
-    assert str(BadTensor("late", None, None, 4, math.nan)) == "late (holds NaN, not counted)"

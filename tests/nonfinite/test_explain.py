@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,17 @@ from torch import Tensor, nn
 from lightning_memtools.nonfinite.bad_step import BadStep
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.nonfinite.gallery import BAD_BATCH, HEALTHY, ZERO_ROW, Small, _set, bad_data, good_data
+from tests.nonfinite.given_loss import bad_line
 from tests.nonfinite.observe import error_at_halt
 
 
-def explained(model: L.LightningModule, batches: list[Any], root: Path, **options: Any) -> BadStep:
+def explained(model: L.LightningModule, batches: list[Any], root: Path) -> BadStep:
     dataset: Any = batches
-    error = error_at_halt(model, dataset, root, save_last_good=False, save_step=False, options=options)
+    error = error_at_halt(model, dataset, root, save_last_good=False, save_step=False)
     assert error.batch_idx == BAD_BATCH
     found = error.explanation
     assert found is not None, str(error)
     return found
-
-
-def line_of(thing: Any, code: str) -> int:
-    lines, first = inspect.getsourcelines(thing)
-    (number,) = (first + offset for offset, line in enumerate(lines) if code in line)
-    return int(number)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -42,12 +36,14 @@ def test_intended_infinities_are_not_named_where_another_operation_fails(name, t
     class Fails(base):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            return loss + torch.log(0 * self.first.weight.square().sum()) if batch_idx == BAD_BATCH else loss
+            if batch_idx == BAD_BATCH:
+                loss = loss + torch.log(0 * self.first.weight.square().sum())  # bad
+            return loss
 
     L.seed_everything(0, verbose=False)
-    found = explained(Fails(), case.batches, tmp_path, **case.options)
+    found = explained(Fails(), case.batches, tmp_path)
     assert (found.cause, found.operation, found.backward) == (NonFiniteCause.DOMAIN, "aten.log", False)
-    assert (Path(found.file or ""), found.line) == (Path(__file__), line_of(Fails, "torch.log("))
+    assert (Path(found.file or ""), found.line) == (Path(__file__), bad_line(Fails))
 
 
 class Scale(nn.Module):
@@ -58,7 +54,7 @@ class Scale(nn.Module):
         self.gain = nn.Parameter(torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gain * x / x.square().mean(1, keepdim=True).sqrt()
+        return self.gain * x / x.square().mean(1, keepdim=True).sqrt()  # bad
 
 
 class Block(nn.Module):
@@ -82,7 +78,7 @@ class Nested(Small):
 def test_a_nested_module_and_the_inputs_are_named(tmp_path):
     found = explained(Nested(), bad_data(_set(0.0, ZERO_ROW)), tmp_path)
     assert (found.operation, found.module, found.samples) == ("aten.div", "encoder.0.norm", (3,))
-    line = line_of(Scale, "return self.gain")
+    line = bad_line(Scale)
     assert (
         f"made by torch.div in encoder.0.norm (tests/nonfinite/test_explain.py:{line}), from [8, 6] float32"
         in found.what

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -15,40 +14,30 @@ from tests.nonfinite import gallery
 from tests.nonfinite.gallery import BODY_IS_MASKED, FAILING, HEALTHY, Case
 from tests.nonfinite.observe import Observer, differences, error_at_halt, state_bits
 
-FUSABLE = [name for name, case in FAILING.items() if hasattr(case.make, "fused")]
 
-
-def observed(case: Case, root: Path, *, fused: bool) -> Observer:
+def observed(case: Case, root: Path) -> Observer:
     L.seed_everything(0, verbose=False)
-    model: Any = case.make()
-    model.fused = fused
     observer = Observer()
-    run = trainer(root, observer, logger=False, **case.options)
-    run.fit(model, case.loader())
+    trainer(root, observer, logger=False).fit(case.make(), case.loader())
     return observer
 
 
-VARIANTS = [
-    *((name, False, False) for name in FAILING),
-    *((name, True, False) for name in FUSABLE),
-    *((name, index % 2 == 0, True) for index, name in enumerate(BODY_IS_MASKED)),
-]
+VARIANTS = [*((name, False) for name in FAILING), *((name, True) for name in BODY_IS_MASKED)]
 
 
-@pytest.mark.parametrize(("name", "fused", "masked"), VARIANTS)
-def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, fused, masked, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "masked"), VARIANTS)
+def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, masked, tmp_path, monkeypatch):
     case = FAILING[name]
     if masked:
         monkeypatch.setattr(case.make, "masked", True)
-    observer = observed(case, tmp_path, fused=fused)
+    observer = observed(case, tmp_path)
     assert observer.first_bad is not None, "the gallery's model must fail"
     if case.bad_batch is not None:
         assert observer.batch_idx == case.bad_batch
 
     L.seed_everything(0, verbose=False)
     model = case.make()
-    model.fused = fused
-    error = error_at_halt(model, case.loader(), tmp_path, options=case.options)
+    error = error_at_halt(model, case.loader(), tmp_path)
     assert error.step == observer.first_bad
     assert error.batch_idx == observer.batch_idx
     assert error.cause == case.cause
@@ -64,25 +53,11 @@ def test_a_failing_model_halts_at_its_first_bad_step_with_the_right_cause(name, 
         assert all(torch.isfinite(value).all() for value in model.state_dict().values())
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_model_runs_two_hundred_steps(name, fused, tmp_path, recwarn):
+def test_a_healthy_model_runs_two_hundred_steps(name, tmp_path, recwarn):
     case = HEALTHY[name]
-    if fused and not hasattr(case.make, "fused"):
-        pytest.skip("its optimizer has no fused kernel for it")
     L.seed_everything(0, verbose=False)
-    model = case.make()
-    model.fused = fused and name != "sparse_and_unused"
-    run = trainer(tmp_path, HaltOnNaN(), logger=False, max_epochs=None, max_steps=200, **case.options)
-    run.fit(model, case.loader(), case.loader() if name == "forbidden_class" else None)
+    run = trainer(tmp_path, HaltOnNaN(), logger=False, max_epochs=None, max_steps=200)
+    run.fit(case.make(), case.loader(), case.loader() if name == "forbidden_class" else None)
     assert run.global_step == 200
     assert not [warning for warning in recwarn if "HaltOnNaN" in str(warning.message)]
-
-
-def test_the_overflowing_norm_does_overflow(tmp_path):
-    """Else the healthy model that has it would show nothing."""
-    model = HEALTHY["overflowing_norm"].make()
-    trainer(tmp_path, logger=False, max_epochs=None, max_steps=1).fit(model, HEALTHY["overflowing_norm"].loader())
-    gradient = model.first.weight.grad
-    assert torch.isfinite(gradient).all()
-    assert torch.linalg.vector_norm(gradient) == torch.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.lightning_models import trainer
-from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
+from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, bad_line, batches
 from tests.nonfinite.observe import error_at_halt
 
 
@@ -26,26 +25,12 @@ def halted(model: Net, data: list[Any], root: Path, **options: Any) -> NonFinite
     return error_at_halt(model, data, root, save_step=False, save_last_good=False, options=options)
 
 
-def line_of(loss: Loss) -> int:
-    lines, first = inspect.getsourcelines(loss)
-    (number,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# bad"))
-    return int(number)
-
-
 # --- NaN in the batch that is meant, and masked too late
 
 
 def where_afterwards(m, batch):
     distance = (m.net(batch["x"]) - batch["y"]).square()  # bad
     return torch.where(distance.isnan(), 0.0, distance).mean()
-
-
-def replaced_afterwards(m, batch):
-    return F.l1_loss(m.net(batch["x"]).exp() * batch["y"], batch["x"], reduction="none").nan_to_num().mean()  # bad
-
-
-def sum_of_those_known(m, batch):
-    return torch.nansum((m.net(batch["x"]) - batch["y"]) ** 2)  # bad
 
 
 def selected_afterwards(m, batch):
@@ -65,15 +50,12 @@ def targets(index: int) -> Tensor:
     return y
 
 
-LATE = [where_afterwards, replaced_afterwards, sum_of_those_known, selected_afterwards, times_a_mask]
-
-
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 4}], ids=["", "accumulation"])
-@pytest.mark.parametrize("loss", LATE)
+@pytest.mark.parametrize("loss", [where_afterwards, selected_afterwards, times_a_mask])
 def test_a_mask_that_comes_too_late_is_named_and_no_sample_is_to_be_dropped(loss, options, tmp_path):
     error = halted(Net(loss), batches(y=targets), tmp_path, **options)
     assert (error.cause, error.batch_idx) == (NonFiniteCause.LATE_MASK, BAD)
-    assert (error.explanation.file, error.explanation.line) == (__file__, line_of(loss))
+    assert (error.explanation.file, error.explanation.line) == (__file__, bad_line(loss))
     assert error.explanation.samples == ()
     assert 'batch["y"] of batch 2 holds 3 NaN' in error.explanation.because
     assert "Select before you compute" in error.explanation.advice
@@ -155,7 +137,7 @@ def bias(index: int) -> Tensor:
 def test_only_the_sample_whose_mask_leaves_nothing_is_named(loss, tmp_path):
     error = halted(Net(loss), batches(bias=bias), tmp_path)
     assert error.cause == NonFiniteCause.DOMAIN
-    assert error.explanation.line == line_of(loss)
+    assert error.explanation.line == bad_line(loss)
     assert error.explanation.samples == (3,)
     assert 'batch["bias"] of batch 2 holds -Inf in 9 of 24 elements, as masks do' in str(error)
     assert "repair" not in str(error)
@@ -217,7 +199,7 @@ def ids(index: int) -> Tensor:
 )
 def test_where_a_weight_or_buffer_is_0_its_line_is_named_and_no_single_sample(loss, parts, tmp_path):
     error = halted(Net(loss, **{name: make() for name, make in parts.items()}), batches(), tmp_path)
-    assert (error.cause, error.explanation.line) == (NonFiniteCause.DOMAIN, line_of(loss))
+    assert (error.cause, error.explanation.line) == (NonFiniteCause.DOMAIN, bad_line(loss))
     assert error.explanation.samples in {(), tuple(range(6))}, "all or none"
     assert "away from 0" in error.explanation.advice
     assert "drop" not in str(error)

@@ -92,7 +92,7 @@ def test_the_flag_holds_on_the_device_while_the_host_knows_nothing(name):
 class Resident(Small):
     """Its batches are on the device already, so that nothing of its own waits."""
 
-    foreach = False
+    fused = foreach = False
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), fused=self.fused, foreach=self.foreach)

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_memtools import HaltOnNaN, VirtualDevice
+from lightning_memtools import HaltOnNaN
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.lightning_models import half, trainer
@@ -57,8 +57,7 @@ class CountingManual(Counting, ManualEverything):
 
 def halt(model: L.LightningModule, root: Path, **options: Any) -> tuple[NonFiniteError, L.Trainer]:
     arguments = options.pop("arguments", {})
-    keeps = options.pop("save_last_good", False)
-    run = trainer(root, HaltOnNaN(save_last_good=keeps, directory=str(root / "memtools"), **arguments), **options)
+    run = trainer(root, HaltOnNaN(save_last_good=False, directory=str(root / "memtools"), **arguments), **options)
     dataset: Any = batches()
     with pytest.raises(NonFiniteError) as caught:
         run.fit(model, DataLoader(dataset, batch_size=None))
@@ -158,19 +157,6 @@ def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path,
     assert "KeyError: 'only once'" in str(error)
     assert "detect_anomaly" in str(error)
     assert "detect_anomaly" not in str(halt(Everything(), tmp_path, logger=False)[0])
-
-
-def test_batches_of_an_accumulation_that_no_memory_is_left_for_are_moved_to_the_host(tmp_path):
-    """On the simulated device they do not count, and the step is still the same in every bit."""
-    L.seed_everything(0, verbose=False)
-    with VirtualDevice():
-        error, _ = halt(Everything(), tmp_path, logger=False, accumulate_grad_batches=4, save_last_good=True)
-    from lightning_memtools import replay  # noqa: PLC0415, for this test alone
-
-    found = replay(error.step_path, model=Everything)
-    assert found.exact
-    assert len(found.losses) == 4
-    assert found.doubts == ()
 
 
 class Recomputed(Everything):

@@ -36,11 +36,9 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
 @pytest.mark.parametrize(
     ("compute", "operation"),
     [
-        (lambda x: torch.log(x).sum(), "aten.log"),
         (lambda x: (x / x[0, 0]).exp().mean(), "aten.div"),
         (lambda x: torch.softmax(x + MASK, 1).log().clamp(min=-9).sum() * (x / x).mean(), "aten.div"),
         (lambda x: ((x + MASK) * 0).sum(), "aten.mul"),  # 0 times -inf, where the mask itself is meant
-        (lambda x: torch.softmax(x.masked_fill(x < 9, -torch.inf), 1), "aten.softmax"),
         (lambda x: torch.where(x > 0, x, torch.full_like(x, torch.nan)), "aten.full_like"),
         (lambda x: (x * 1e38 * 1e38) - (x * 1e38 * 1e38), "aten.mul"),  # inf - inf: the infinities were made before
         (lambda x: (x + torch.inf).sum(), "aten.add"),
@@ -87,19 +85,6 @@ def test_value_counts_are_those_of_the_operations_inputs():
     assert facts_of(torch.tensor([[0.0], [1.0], [0.0]])).samples == (0, 2)
     assert facts_of(torch.arange(3)) is None
     assert facts_of(torch.tensor([1, 70000.0]).half()).samples == (1,)
-
-
-def test_the_line_of_an_operation_is_the_innermost_outside_of_torch():
-    class Divides(nn.Module):
-        def forward(self, x):
-            return x / 0
-
-    model = nn.Sequential(Divides())
-    trace = OperationTrace(model)
-    with trace.watching():
-        model(X)
-    place = trace.events[0].place
-    assert (place.file, place.function) == (__file__, "forward")
 
 
 def test_other_samples_take_the_place_of_bad_ones():

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_memtools import replay
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
@@ -15,8 +16,9 @@ from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.causes import NonFiniteCause
 from tests.lightning_models import trainer
 from tests.nonfinite import user_models
+from tests.nonfinite.given_loss import BAD, bad_line, batches
 from tests.nonfinite.observe import Observer, differences, state_bits
-from tests.nonfinite.user_models import BAD, CASES, UserModel
+from tests.nonfinite.user_models import CASES, UserModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized|stream does not match|degrees of freedom).*")
 
@@ -24,8 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(lazy|Lazy|uninitialized|strea
 def trained(name: str, root: Path, *callbacks: L.Callback) -> tuple[Any, L.Trainer]:
     L.seed_everything(0, verbose=False)
     model = UserModel(CASES[name])
-    run = trainer(root, *callbacks, logger=False, **CASES[name].options)
-    run.fit(model, CASES[name].loader(bad=True))
+    data = [batch["x"] for batch in batches()]
+    data[BAD].zero_()
+    run = trainer(root, *callbacks, logger=False)
+    run.fit(model, DataLoader([CASES[name].pack(x) for x in data], batch_size=None))  # type: ignore[arg-type]
     return model, run
 
 
@@ -75,10 +79,9 @@ def test_a_failing_model_of_a_user(name, tmp_path):
     assert differences(saved["state_dict"], dict(model.state_dict())) == []
     assert all(torch.isfinite(value).all() for value in saved["state_dict"].values())
     found = error.explanation
-    if case.named:
-        assert (found.operation, found.module, found.backward) == (case.operation, case.module, case.backward)
-        assert (found.file, found.line) == (user_models.__file__, case.line)
-        assert error.cause == case.cause
+    named = (error.cause, found.operation, found.module, found.backward)
+    assert named == (NonFiniteCause.DOMAIN, case.operation, "", False)
+    assert (found.file, found.line) == (user_models.__file__, bad_line(case.loss))
     if case.n_optimizers > 1:
         again = replay(error.step_path, model=lambda: UserModel(case))
         assert again.exact, again.mismatches

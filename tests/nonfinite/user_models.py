@@ -5,21 +5,16 @@ A model is a dictionary of modules and a loss. The line of a loss that makes the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from lightning_memtools.nonfinite.causes import NonFiniteCause as Cause
-
-N, D, N_BATCHES, BAD = 6, 4, 4, 2
+from tests.nonfinite.given_loss import D, N, Net
 
 
 @dataclass(frozen=True)
@@ -28,72 +23,34 @@ class UserCase:
 
     Attributes:
         loss: The loss of a batch; in manual optimization it also makes the updates, and returns None.
-        spoil: Makes the bad batch of a good one.
-        operation: The operation that makes the first bad value; of a backward pass, the forward operation.
-        cause: The class of cause.
-        backward: Whether it is in the backward pass.
-        module: The module that it is in.
+        operation: The operation that makes the first bad value.
         parts: Makes further modules: name to module.
         pack: Makes the batch, as the user's loader gives it, of a tensor of shape [6, 4].
         n_optimizers: The number of optimizers; two are for `net` and `other`, in manual optimization.
         restored: Whether what the step writes is restored: not a parameter that it makes NaN.
-        named: Whether operation and line are told: not where a mask of -inf hides a row that is masked throughout.
     """
 
     loss: Callable[[Any, Any], Any]
-    spoil: Callable[[Tensor], Tensor] = torch.zeros_like
-    operation: str = "aten.log"
-    cause: Cause = Cause.DOMAIN
-    backward: bool = False
-    module: str = ""
+    operation: str
     parts: Callable[[], dict[str, Any]] = dict
     pack: Callable[[Tensor], Any] = lambda x: x
     n_optimizers: int = 1
     restored: bool = True
-    named: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The loss function's name."""
-        return self.loss.__name__
-
-    @property
-    def line(self) -> int:
-        """The line that is marked."""
-        lines, first = inspect.getsourcelines(self.loss)
-        (found,) = (first + i for i, line in enumerate(lines) if line.rstrip().endswith("# bad"))
-        return found
-
-    def loader(self, *, bad: bool) -> DataLoader[Any]:
-        """The batches, in order."""
-        generator = torch.Generator().manual_seed(0)
-        batches: Any = [torch.randn(N, D, generator=generator) for _ in range(N_BATCHES)]
-        if bad:
-            batches[BAD] = self.spoil(batches[BAD])
-        return DataLoader([self.pack(x) for x in batches], batch_size=None)  # type: ignore[arg-type]
 
 
-class UserModel(L.LightningModule):
+class UserModel(Net):
     """A network, what the case adds, and its loss."""
 
+    other: nn.Module
+
     def __init__(self, case: UserCase) -> None:
-        super().__init__()
-        self.net = nn.Linear(D, D)
-        self.other = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.1))
-        for name, part in case.parts().items():
-            setattr(self, name, part)
-        self.case = case
+        other = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Dropout(0.1))
+        super().__init__(case.loss, **({"other": other} | case.parts()))
         self.automatic_optimization = case.n_optimizers == 1
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.case.loss(self, batch)
-
     def configure_optimizers(self) -> Any:
-        groups = (
-            [self.parameters()] if self.automatic_optimization else [self.net.parameters(), self.other.parameters()]
-        )
-        return [torch.optim.AdamW(group, lr=1e-3) for group in groups]
+        parts: list[nn.Module] = [self] if self.automatic_optimization else [self.net, self.other]
+        return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]
 
 
 def size(x: Tensor) -> Tensor:
@@ -163,15 +120,10 @@ def as_graph(x):
     return SimpleNamespace(x=x, edges=edges, weights=x.abs().sum(1))
 
 
-def _cases() -> list[UserCase]:
-    case = UserCase
-    div: dict[str, Any] = {"operation": "aten.div"}
-    return [
-        case(vq_vae, parts=lambda: {"book": Book()}, **div),
-        case(replaced_codes, parts=lambda: {"other": Codes()}, restored=False, named=False, **div),
-        case(gan, n_optimizers=2),
-        case(lazy, parts=lambda: {"lazy": nn.LazyLinear(D)}, **div), case(graph, pack=as_graph, **div),
-    ]  # fmt: skip
-
-
-CASES = {f"{case.name}{''.join(f'-{key}' for key in case.options)}": case for case in _cases()}
+CASES = {
+    "vq_vae": UserCase(vq_vae, "aten.div", parts=lambda: {"book": Book()}),
+    "replaced_codes": UserCase(replaced_codes, "aten.div", parts=lambda: {"other": Codes()}, restored=False),
+    "gan": UserCase(gan, "aten.log", n_optimizers=2),
+    "lazy": UserCase(lazy, "aten.div", parts=lambda: {"lazy": nn.LazyLinear(D)}),
+    "graph": UserCase(graph, "aten.div", pack=as_graph),
+}

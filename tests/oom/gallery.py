@@ -21,7 +21,6 @@ from tests.lightning_models import trainer
 
 MIB = 2**20
 WIDTH = 16384
-KEPT_MIB = 1
 
 
 class Gain(nn.Module):
@@ -176,35 +175,6 @@ class KeepsValidationOutputs(Case):
         self.kept.append({"mean": float(out.mean()), "logits": None if self.mended else out})
 
 
-class KeepsAtEpochEnd(L.Callback):
-    def __init__(self, *, keeps: bool) -> None:
-        self.kept: dict[int, Tensor] = {}
-        self.keeps = keeps
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.keeps:
-            self.kept[trainer.current_epoch] = torch.full((48, WIDTH), 0.5, device=pl_module.device)
-
-
-@exhibit("in KeepsAtEpochEnd.on_train_epoch_end", "`KeepsAtEpochEnd.kept` holds", advice=("dict",))
-def tensors_a_callback_keeps_at_each_epochs_end(fit: FitOn, *, mended: bool) -> None:
-    fit(Net(2), KeepsAtEpochEnd(keeps=not mended), max_epochs=12)
-
-
-@exhibit("`HistoryFrom51.kept` holds", advice=("list",))
-class HistoryFrom51(Case):
-    """Begins at step 51 of one epoch."""
-
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended, n_batches=80)
-
-    def training_step(self, batch, batch_idx):
-        out = self(batch)
-        if batch_idx >= 50 and not self.mended:
-            self.kept.append(out.detach())
-        return out.square().mean()
-
-
 @exhibit("`KeepsLogProbabilities.kept` holds", advice=("autograd graph", "detach"))
 class KeepsLogProbabilities(Case):
     """The losses of an agent: small, each with the large graph of a forward pass that is never run backward."""
@@ -225,25 +195,6 @@ class HookedNet(Case):
             seen.append(out.detach().mean() if mended else out.detach())
 
         self.layers[1].register_forward_hook(look)
-
-
-GLOBAL_OUTS: list[Tensor] = []
-
-
-class FillsGlobal(Case):
-    def training_step(self, batch, batch_idx):
-        out = self(batch)
-        if not self.mended:
-            GLOBAL_OUTS.append(out.detach())
-        return out.square().mean()
-
-
-@exhibit("gallery.GLOBAL_OUTS` holds", advice=("list",))
-def a_global_list(fit: FitOn, *, mended: bool) -> None:
-    try:
-        fit(FillsGlobal(mended=mended))
-    finally:
-        GLOBAL_OUTS.clear()
 
 
 @exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
@@ -357,25 +308,6 @@ def models_of_earlier_folds(fit: FitOn, *, mended: bool) -> None:
     folds()
 
 
-@exhibit("trials", "another run", advice=("Delete what is left of another run", "optimizer SGD"), capacity_mib=80)
-def a_model_and_optimizer_made_without_a_trainer(fit: FitOn, *, mended: bool) -> None:
-    def search() -> None:
-        trials = []
-        model = LargeNet(16).to(fit.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model.training_step(torch.ones(4, WIDTH, device=fit.device), 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        trials.append({"optimizer": optimizer})
-        del model, optimizer
-        if mended:
-            trials.clear()
-            gc.collect()
-        fit(LargeNet())
-
-    search()
-
-
 @exhibit("Garbage", advice=("gc.collect()",), capacity_mib=64)
 def garbage_in_a_cycle(fit: FitOn, *, mended: bool) -> None:
     class Node:
@@ -438,18 +370,6 @@ def buffers_that_pin_half_empty_segments(fit: FitOn, *, mended: bool) -> None:
 # --- evaluation, prediction and other programs
 
 
-@exhibit("val, batch 0", "take", advice=("Use validation batches of",), capacity_mib=40,
-         fit_options={"validate": True})  # fmt: skip
-class WideValidation(Case):
-    """Its batches of evaluation are larger than those of training."""
-
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended, n_batches=2)
-
-    def val_dataloader(self):
-        return loader([64 if self.mended else 240] * 2)
-
-
 class PredictsMuch(Net):
     def predict_dataloader(self):
         return loader([16] * 40)
@@ -485,11 +405,6 @@ class Activations(Net):
         return [self.batch] * self.n_batches
 
 
-@exhibit("Activations take", advice=("Accumulate gradients over 3 batches of 32",), capacity_mib=32)
-def a_batch_that_is_too_large(fit: FitOn, *, mended: bool) -> None:
-    fit(Activations(32 if mended else 96), accumulate_grad_batches=3 if mended else 1)
-
-
 class Adversaries(Activations):
     """Two optimizers in manual optimization; memory runs out while one of them is toggled."""
 
@@ -519,16 +434,6 @@ def toggled_optimizers(fit: FitOn, *, mended: bool) -> None:
 # --- odd batches
 
 
-class OddBatch(Net):
-    def sizes(self) -> list[int]:
-        return [*[8 + n % 5 for n in range(20)], 60, 8, 8]
-
-
-@exhibit("is [60, ", "usually at most [12, ", advice=("OOMRecovery(", "sort or bucket"), capacity_mib=32)
-def one_odd_batch(fit: FitOn, *, mended: bool) -> None:
-    fit(OddBatch(), *([OOMRecovery(loss="mean")] if mended else []))
-
-
 class DenseLabels(Net):
     """One batch has forty times the boxes: few bytes, but what is compared with each of them is much."""
 
@@ -542,8 +447,8 @@ class DenseLabels(Net):
         return DataLoader(data, batch_size=None)
 
 
-@exhibit('`batch["boxes"]` is [8, 480, 4], usually at most [8, 12, 4]', advice=("OOMRecovery(", "it then fits"),
-         capacity_mib=48)  # fmt: skip
+@exhibit('`batch["boxes"]` is [8, 480, 4], usually at most [8, 12, 4]', capacity_mib=48,
+         advice=("OOMRecovery(", "it then fits", "sort or bucket"))  # fmt: skip
 def one_batch_with_many_boxes(fit: FitOn, *, mended: bool) -> None:
     fit(DenseLabels(), *([OOMRecovery(loss="mean")] if mended else []))
 

@@ -150,30 +150,3 @@ def test_a_buffer_that_changes_is_kept_anew(change, n):
     net.one.fill_(torch.nan)
     keeper.restore()
     assert net.one.tolist() == [1] * n
-
-
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Module()])
-def test_a_module_without_buffers_needs_no_copies(module):
-    keeper = BufferKeeper(module)
-    keeper.keep()
-    keeper.keep(unless=torch.ones(()))
-    keeper.restore()
-    assert keeper.unrestored() == []
-
-
-@pytest.mark.parametrize("kind", [torch.bool, torch.complex64, torch.float16, torch.int64])
-def test_buffers_of_any_type_and_layout_come_back(kind: torch.dtype) -> None:
-    net = nn.Module()
-    net.register_buffer("empty", torch.zeros(0, dtype=kind))
-    net.register_buffer("number", torch.ones((), dtype=kind))
-    net.register_buffer("turned", torch.ones(2, 3, dtype=kind).T)
-    net.register_buffer("expanded", torch.ones(1, dtype=kind).expand(3))
-    keeper = BufferKeeper(net)
-    for _ in range(2):
-        keeper.keep()
-        before = copies(net)
-        for name in ("number", "turned"):
-            getattr(net, name).zero_()
-        net.expanded = torch.zeros(3, dtype=kind)
-        keeper.restore()
-        assert differences(before, copies(net)) == []
