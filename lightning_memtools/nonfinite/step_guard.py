@@ -144,7 +144,7 @@ class StepGuard:
                 micro.move_to_host()
 
     def end_batch(self) -> None:
-        """Release the current batch. The current step still holds the batch until it has been checked."""
+        """Drop this guard's own reference to the batch. The current step keeps the batch until the step is checked."""
         self._batch = MicroBatch(self._batch.index, None)
         self._batches.end_batch()
 
