@@ -187,7 +187,7 @@ class StepRunner:
         ]
 
     def run(self) -> None:
-        """Run the training steps that the recipe asks for. In other stages, run a whole validation, test or predict loop.
+        """Run the training steps that the recipe asks for; in other stages, a whole validation, test or predict loop.
 
         Raises:
             TypeError: A training step returned no loss.
