@@ -194,8 +194,8 @@ def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], b
     """Return a sentence on where NaN or Inf first appeared: the operation, code line, inputs and affected samples."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
     function = "" if event.place is None or event.place.caller else event.place.function
-    # Another function may belong to another class.
-    where = event.module or (f"{class_name}.{function}" if function == "training_step" else function or class_name)
+    is_own = function in {"training_step", "forward"}  # another may belong to another class
+    where = event.module or (f"{class_name}.{function}" if is_own else function or class_name)
     where = where if event.place is None else f"{where} ({event.place})"
     if leaf is not None:
         what = leaf.name if leaf.origin is ValueOrigin.ELSEWHERE else f"{leaf.origin} {leaf.name}"
