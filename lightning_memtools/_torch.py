@@ -147,9 +147,9 @@ _POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
 
 
 def iterates_power(module: nn.Module) -> bool:
-    """Return whether each forward pass in training updates a module by power iteration, as spectral norm does.
+    """Return whether a module has spectral norm, which updates vectors of its own in each forward pass of training.
 
-    There is no public API to list hooks, and the parametrization's class is private.
+    It is found by the class of its hook or parametrization, which is private.
     """
     candidates = (module, *module._forward_pre_hooks.values())
     return any(type(one).__name__ in _POWER_ITERATIONS for one in candidates)
@@ -391,7 +391,7 @@ def record_cuda_history(max_entries: int, *, stacks: bool = True) -> None:
 
 
 def stop_cuda_history() -> None:
-    """Stop recording the CUDA allocator's history. torch documents the function, but its name is private."""
+    """Stop recording the CUDA allocator's history, by a function of torch that is documented but has a private name."""
     torch.cuda.memory._record_memory_history(enabled=None)
 
 

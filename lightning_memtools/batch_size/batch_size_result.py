@@ -53,7 +53,7 @@ class SizeTrial:
 
     @property
     def is_within_margin(self) -> bool:
-        """True if this size fits only because it is the configured size: it leaves less than the margin free."""
+        """True if this configured size was accepted although it leaves less memory free than the margin."""
         return self.fits and not self._keeps_margin
 
     @property

@@ -22,10 +22,10 @@ class BatchSizeTuner(EitherCallback, Neighbour):
     """Finds the largest batch size that fits into memory, before training begins.
 
     It tries the configured size first; if this fits, the result is never smaller. From the peaks of two sizes it
-    predicts the largest size that fits, and tries that. Then it bisects, so the result itself has been tried. A trial
-    runs a few steps of every optimizer and two validation batches in the Trainer's own loops. It uses the largest
-    samples, and the callbacks that take part in training. After each trial, weights, optimizers,
-    random generators, loops, data loaders and attributes are restored bit for bit. A LearningRateFinder always runs
+    predicts the largest size that fits, tries that, and bisects. The size that it returns was always tried. A trial
+    runs a few steps of every optimizer and two validation batches in the Trainer's own loops, on the largest samples,
+    with all callbacks but those that only watch or save. After each trial, weights, optimizers, random generators,
+    loops, data loaders and attributes are restored bit for bit. A LearningRateFinder always runs
     after the search, whatever the order of the callbacks.
 
     On a device without memory statistics, such as a CPU, the batch size is left as it is.

@@ -25,7 +25,7 @@ class SumOverBatch(NamedTuple):
 
 
 class UpdateNorms(NamedTuple):
-    """Parameter names and norms of gradients and weights before an optimizer's update. Norms stay on the device."""
+    """The parameters of an optimizer before an update, with the norms of gradients and weights, kept on the device."""
 
     optimizer: Optimizer
     held: list[str]

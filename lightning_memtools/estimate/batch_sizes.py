@@ -123,7 +123,7 @@ def _guess(
 def _line(
     first: int, trace: AllocationTrace | None, second: int, other: AllocationTrace | None
 ) -> Callable[[int], AllocationTrace] | None:
-    """Return a function from batch size to extrapolated trace; None if the two traces differ in more than sizes."""
+    """Return a function that extrapolates both traces to a batch size; None if not only the sizes of events differ."""
     if trace is None or other is None or not trace.has_same_events(other):
         return None
     return lambda size: trace.extrapolated(other, Fraction(size - first, second - first))

@@ -104,7 +104,7 @@ def _tried(page: ReportPage, what: str, make: Callable[[], T], otherwise: T) -> 
 def _advise(
     page: ReportPage, capture: FailureCapture, snapshot: dict[str, Any] | None, run: FailedRun, end: float
 ) -> None:
-    """Add to the page what holds memory, and the changes that would let the step fit. Stop at the CPU time `end`."""
+    """Add two things to the page: objects that hold memory, and changes that help. `end`: the deadline in CPU time."""
     free_gathered_parameters(run.model)  # what FSDP 2 gathered for the failed step goes with the step
     page.held = _tried(page, "Who holds memory", lambda: held_memory(run, capture, snapshot), Holdings())
     failed = failed_step(run, page.facts, capture, snapshot, page.held)

@@ -520,7 +520,7 @@ _UNDEFINED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty
 
 @cache
 def _kind_of(func: Any) -> tuple[bool, bool, tuple[tuple[int, str], ...]]:
-    """Return whether an operator makes views, whether its result is random or undefined, and what it writes to."""
+    """Return whether an operator makes views, whether its result is random or uninitialized, and what it writes to."""
     if not isinstance(func, OpOverload):
         return False, True, ()
     schema = operator_schema(func)

@@ -51,7 +51,7 @@ def _clone(call: Call) -> Any:
 
 
 def _grouped_mm(call: Call) -> Any:
-    """Allocate the result of a grouped matrix product. FakeTensorMode would refuse float32, which kernels support."""
+    """Allocate the result of a grouped matrix product. FakeTensorMode refuses float32, although torch supports it."""
     left, right, *more = call.args
     n_groups = [] if left.dim() != right.dim() else [len(left) if left.dim() > 2 else len(more[0])]  # noqa: PLR2004
     shape, step = [*n_groups, left.shape[-2], right.shape[-1]], 16 // left.element_size()

@@ -187,7 +187,7 @@ class StepRunner:
         ]
 
     def run(self) -> None:
-        """Run the training steps that the recipe asks for; in other stages, a whole validation, test or predict loop.
+        """Train for as many steps as the recipe (the settings) says; in other stages, run the loop of that stage once.
 
         Raises:
             TypeError: A training step returned no loss.

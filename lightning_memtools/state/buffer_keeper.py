@@ -129,7 +129,7 @@ class BufferKeeper:
         return [place.name for place in self._released if place.is_written()]
 
     def _has_other_buffers(self) -> bool:
-        """Return True if a buffer was added, removed, or changed from None, since all buffers were last copied."""
+        """Return True if, after the last copy of all buffers, any was added or removed, or is no longer None."""
         is_set = (place.held.get(place.key) is not None for place in self._none)
         return sum(map(len, self._held)) != self._n_keys or any(is_set)
 

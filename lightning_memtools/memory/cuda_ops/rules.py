@@ -172,7 +172,7 @@ _BAG_ARGUMENTS = (
 
 
 def embedding_bag(call: Call) -> Any:
-    """Return the output, the bag of each index, the size of each bag and, in "max" mode, the indices of the maxima."""
+    """Allocate what embedding_bag returns: output, bag of each index, size of each bag, in "max" mode also indices."""
     given = {**dict(zip(_BAG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
     weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given.get("mode", 0)
     n_bags, width = offsets.numel() - bool(given.get("include_last_offset")), weight.shape[1]

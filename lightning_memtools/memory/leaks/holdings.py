@@ -129,7 +129,7 @@ class _HoldingSearch:
             self._add(holder, pile)
 
     def weigh_graphs(self) -> None:
-        """Add the bytes of the tensors that a tensor's autograd graph keeps to the recorded size in `remaining`."""
+        """For each tensor in `remaining`, add to its size the bytes of tensors that its autograd graph keeps."""
         for key, one in list(self.remaining.items()):
             if n_bytes := self._take_saved_by(one.tensors):
                 self.remaining[key] = replace(one, n_bytes=one.n_bytes + n_bytes)

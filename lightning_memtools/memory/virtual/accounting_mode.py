@@ -143,7 +143,7 @@ class AccountingMode(OperatorMode):
         return depth
 
     def enter_tensor(self, tensor: torch.Tensor, category: Category | None) -> None:
-        """Put a tensor on the device, such as a tensor that was created before the mode was entered.
+        """Allocate device memory for a tensor that has none yet: it may be older than this mode.
 
         If the tensor is on the device already, only its category changes; None leaves the category as it is.
 

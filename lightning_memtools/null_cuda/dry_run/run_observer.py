@@ -115,7 +115,7 @@ class RunObserver:
         self._labels.append(ModuleLabels(model))
 
     def end(self) -> None:
-        """Stop observing a Trainer's call, such as fit, and keep the peaks of its stages. Idempotent."""
+        """Stop observing a Trainer run (such as `fit`), and keep the peaks of its stages. Idempotent."""
         while self._labels:
             self._labels.pop().remove()
         if self._watch is None:
