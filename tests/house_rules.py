@@ -84,7 +84,7 @@ BUDGETS = {
     "tests": 30487,
     "benchmarks": 3997,
     "benchmarks' JSON": 1469,
-    "words in docs": 27304,
+    "words in docs": 27303,
 }
 ROOMS = {*BUDGETS} - {"tests", "benchmarks"}
 

@@ -190,12 +190,12 @@ class _BackwardSlice:
         return any(use.has_nan for use in self._events[index].outputs if use.key == key)
 
 
-def describe_root(root: BadValueRoot, class_name: str, samples: Sequence[int], batch_idx: int) -> str:
+def describe_root(root: BadValueRoot, kind: type, samples: Sequence[int], batch_idx: int) -> str:
     """Return a sentence on where NaN or Inf first appeared: the operation, code line, inputs and affected samples."""
     event, leaf, by = root.event, root.leaf, public_name(root.event.operation)
     function = "" if event.place is None or event.place.caller else event.place.function
-    is_own = function in {"training_step", "forward"}  # another may belong to another class
-    where = event.module or (f"{class_name}.{function}" if is_own else function or class_name)
+    is_own = function and hasattr(kind, function) and not function.startswith("__")  # __call__ is of any class
+    where = event.module or (f"{kind.__name__}.{function}" if is_own else function or kind.__name__)
     where = where if event.place is None else f"{where} ({event.place})"
     if leaf is not None:
         what = leaf.name if leaf.origin is ValueOrigin.ELSEWHERE else f"{leaf.origin} {leaf.name}"

@@ -97,7 +97,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
             with suppress(CannotRerunError):
                 bad.confirmed = tried if rerun.run(batches={position: changed[0]}).is_finite else ""
             bad.samples = bad.samples if bad.confirmed else ()
-    bad.what = describe_root(root, type(rerun.module).__name__, bad.samples, micro.index)
+    bad.what = describe_root(root, type(rerun.module), bad.samples, micro.index)
     bad.operation, bad.backward, bad.module = event.of_forward or event.operation, event.backward, event.module
     bad.file, bad.line = (None, None) if event.place is None else (event.place.file, event.place.line)
     bad.batch_idx = micro.index
