@@ -24,7 +24,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 _ENGINES = frozenset({f"{_TORCH}autograd/graph.py", f"{_TORCH}optim/optimizer.py"})
 LIGHTNING_PACKAGES = frozenset({"lightning", "pytorch_lightning", "lightning_fabric"})
 # Installed packages that only pass calls on.
-_PASSING = LIGHTNING_PACKAGES | {"lightning_utilities", "torchmetrics"}
+PASSING_PACKAGES = LIGHTNING_PACKAGES | {"lightning_utilities", "torchmetrics"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def owner_of(file: str) -> CodeOwner:
         return "passing"
     if installed is None:
         return "user"
-    return "passing" if parts[installed + 1] in _PASSING else "installed"
+    return "passing" if parts[installed + 1] in PASSING_PACKAGES else "installed"
 
 
 def user_line_of(error: BaseException) -> CodeLine | None:

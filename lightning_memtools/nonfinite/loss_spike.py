@@ -56,7 +56,7 @@ class LossSpike:
         return f"Spike at step {self.step} (batch {batches}): {what}."
 
     def action(self) -> str:
-        """Return a sentence on what was done about the spike."""
+        """Return a sentence that says what was done about the spike."""
         if self.done == "skip":
             return "Its update was held back."
         if self.done == "rollback":

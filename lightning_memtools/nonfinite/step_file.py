@@ -229,7 +229,7 @@ def _replay(path: Path, model: Any) -> Replay:
     # A file beside it and no other: a step's file must not choose what is opened.
     checkpoint = path.with_name(Path(str(saved["checkpoint"])).name)
     doubts, device = list(map(str, saved["doubts"])), torch.device(saved["machine"]["device"])
-    weights: Any = {}
+    weights: Any = None  # where its checkpoint cannot be opened
     try:
         weights = _loaded(checkpoint, "the checkpoint of the last good state")
     except StepFileError as error:
@@ -261,7 +261,7 @@ def _replay(path: Path, model: Any) -> Replay:
     ]
     conditions = _conditions(saved["conditions"], device)
     optimizers, schedulers = configured(module, conditions)
-    for optimizer, state in zip(optimizers, weights.get("optimizer_states", ()), strict=False):
+    for optimizer, state in zip(optimizers, (weights or {}).get("optimizer_states", ()), strict=False):
         with contextlib.suppress(ValueError, KeyError):  # the step sees a fresh optimizer
             optimizer.load_state_dict(state)
     wanted = set(saved["parameters"])
@@ -308,7 +308,7 @@ def _module_of(model: Any, checkpoint: Path, weights: Any) -> nn.Module:
         module = model()
     if not is_lightning_module(module):
         raise StepFileError(f"{type(module).__name__} is no LightningModule, so that it has no step to replay.")
-    if not weights:
+    if weights is None:
         return module
     saved: Mapping[str, Tensor] = weights["state_dict"]
     configure: Any = getattr(module, "configure_model", None)

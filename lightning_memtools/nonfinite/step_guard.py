@@ -380,7 +380,7 @@ class StepGuard:
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:
-    """Return True if the host can read the gradients without waiting for a device, because they are on the CPU."""
+    """Return True if the gradients are on the CPU, so that the host can read them without waiting for a device."""
     return not gradients or gradients[0].is_cpu
 
 

@@ -209,7 +209,7 @@ def failed_step(
 
 
 def processes_of(capture: FailureCapture, facts: FailureFacts) -> Sequence[GpuProcess] | str | None:
-    """Return the other processes on the device, or a string that says why they are unknown; None without a GPU."""
+    """Return the other processes on the device, or why they are unknown; None if it is no GPU, real or simulated."""
     if capture.virtual is not None:
         others = (facts.used_by_others or 0) - capture.virtual.context_bytes
         return [GpuProcess(0, "others (simulated)", others)] if others > 0 else []

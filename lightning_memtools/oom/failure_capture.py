@@ -26,7 +26,7 @@ from lightning_memtools.oom.failure_facts import (
     FailureMoment,
     MemoryAtBatchStart,
     MemoryGrowth,
-    sizes_only,
+    off_device,
     split_memory,
     variables_of_step,
 )
@@ -213,7 +213,7 @@ class FailureCapture:
             device=str(self.device) if reader is None else reader.name,
             requested=requested,
             free=free,
-            batch=None if self.batch is None else sizes_only(self.batch, or_values=True),
+            batch=None if self.batch is None else off_device(self.batch, with_values=True),
         )
         if reader is None:
             return facts

@@ -143,7 +143,7 @@ class BatchesBefore:
             for name, shape in shapes.items()
         }
         is_largest = n_elements > self.n_elements
-        largest = sizes_only(batch) if is_largest else self.largest
+        largest = off_device(batch) if is_largest else self.largest
         return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -247,13 +247,13 @@ class FailureFacts:
         return batch_size_in(self.batch)
 
 
-def sizes_only(batch: Any, *, or_values: bool = False) -> Any:
-    """Return a copy of a batch with meta tensors. `or_values`: with those on the CPU that a trace can follow."""
+def off_device(batch: Any, *, with_values: bool = False) -> Any:
+    """Return a copy of a batch as meta tensors. `with_values`: small tensors keep their values, on the CPU."""
 
     def meta(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if or_values and not is_too_large(tensor):
+        if with_values and not is_too_large(tensor):
             return tensor.detach().to("cpu", copy=True)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 

@@ -74,5 +74,5 @@ def _served(failed: FailedRequest, config: AllocatorConfig) -> tuple[bool, str]:
         done.allocator.malloc(failed.n_bytes, stream=failed.stream)
     except SimulatedOutOfMemory as error:
         free = format_size(max(error.free or 0, 0))
-        return False, f"only {free} would have been free for {format_size(error.rounded)}, in pages of 2 or 20 MiB"
+        return False, f"only {free} would have been free, and {format_size(error.rounded)} takes pages of 2 or 20 MiB"
     return True, "the request would have been served"

@@ -36,7 +36,7 @@ from lightning_memtools._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
-from lightning_memtools.memory.user_code import LIGHTNING_PACKAGES, calling_package, line_on_stack
+from lightning_memtools.memory.user_code import PASSING_PACKAGES, calling_package, line_on_stack
 from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.memory.virtual.storages import flat, given_tensors
 
@@ -264,7 +264,7 @@ class KnownValues:
     def assume(self, what: str) -> int:
         """Count the assumption `what` for the line of code being executed, and return its count for that line."""
         # The forward pass has assumed it before backward does; Lightning and torchmetrics read to show and to check.
-        if in_backward() or calling_package() in {*LIGHTNING_PACKAGES, "torchmetrics"}:
+        if in_backward() or calling_package() in PASSING_PACKAGES:
             return 0
         text = f"{line_on_stack() or 'an unknown line'}: {what}"
         self.assumed[text] = self.assumed.get(text, 0) + 1
@@ -342,7 +342,7 @@ def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues
 
 
 def _repeated(values: KnownValues, call: FollowedCall) -> Any:
-    """Run `repeat_interleave`. Pass it the number of output rows, so that torch need not read the fake `repeats`."""
+    """Run `repeat_interleave` with the number of output rows, so that torch does not read `repeats`, which is fake."""
     args = call.args
     if len(args) == 1 and isinstance(args[0], Tensor):
         return _shaped(_ones, "each row is repeated once", values, call)

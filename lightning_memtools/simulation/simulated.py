@@ -53,8 +53,8 @@ def _clone(call: Call) -> Any:
 def _grouped_mm(call: Call) -> Any:
     """Allocate the result of a grouped matrix product. FakeTensorMode refuses float32, although torch supports it."""
     left, right, *more = call.args
-    n_groups = [] if left.dim() != right.dim() else [len(left) if left.dim() > 2 else len(more[0])]  # noqa: PLR2004
-    shape, step = [*n_groups, left.shape[-2], right.shape[-1]], 16 // left.element_size()
+    groups = [] if left.dim() != right.dim() else [len(left) if left.dim() > 2 else len(more[0])]  # noqa: PLR2004
+    shape, step = [*groups, left.shape[-2], right.shape[-1]], 16 // left.element_size()
     width = -(-shape[-1] // step) * step  # rows begin at multiples of 16 bytes
     strides = [shape[-2] * width, width, 1][-len(shape) :]
     return call.run(aten.empty_strided.default, shape, strides, dtype=left.dtype, device=left.device)

@@ -157,7 +157,7 @@ def trace(request: StepRequest) -> Traced:
 
 
 def _count_parameters(model: nn.Module, result: Traced) -> None:
-    """Write the number and size of the model's parameters into `result`."""
+    """Count the model's parameters and their bytes, and store both in `result`."""
     # `parameters()` yields a shared parameter once.
     parameters = list(model.parameters())
     result.n_parameters = sum(parameter.numel() for parameter in parameters)

@@ -35,8 +35,7 @@ class Net(L.LightningModule):
         return self._optimizer(self.parameters())
 
 
-def test_transformers_takes_fakes_of_a_trace_for_ordinary_tensors():
-    """Else Mamba takes the branch that is meant for export."""
+def test_transformers_takes_fakes_of_a_trace_for_ordinary_tensors_so_that_mamba_takes_no_branch_for_export():
     asked = pytest.importorskip("transformers.utils.import_utils")
     with FakeTensorMode(), values_known():
         assert not asked.is_tracing(torch.ones(1))
@@ -52,10 +51,7 @@ class Experts(nn.Module):
 
 
 def test_products_of_groups_in_float32_take_what_they_take():
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(x).square().mean()
-        return loss
-
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
     net, x = nn.Sequential(Experts(64), Experts(60)), torch.randn(64, 64)
     with VirtualDevice("24GiB", cuda_like=True) as device:
         device.track(net)

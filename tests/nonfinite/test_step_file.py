@@ -276,7 +276,7 @@ def test_an_odd_hyperparameter_neither_hides_the_halt_nor_reaches_a_constructor(
     assert "cannot be opened safely" in again.doubts[-1]
 
 
-def test_another_module_is_refused_and_named(halts):
+def test_another_module_and_an_empty_checkpoint_are_refused_and_named(halts, tmp_path):
     path = halts["plain"][0].step_path
     for model, why in (
         (lambda: Everything(8), r"size mismatch[^~]*Next: pass the module as"),
@@ -286,3 +286,7 @@ def test_another_module_is_refused_and_named(halts):
             replay(path, model=model)
     with pytest.raises(StepFileError, match="cannot be replayed: KeyError"):
         replay(path, model=lambda: {}["x"])
+    shutil.copy(path, tmp_path)
+    torch.save({}, tmp_path / halts["plain"][0].checkpoint_path.name)
+    with pytest.raises(StepFileError, match="cannot be replayed: KeyError"):
+        replay(tmp_path / path.name, model=Everything())

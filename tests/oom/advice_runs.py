@@ -11,7 +11,7 @@ from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom.actions import Action, ActionKind
 from lightning_memtools.oom.advice_checks import Advice, advice_for
 from lightning_memtools.oom.failed_step import FailedRun, FailedStep
-from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, sizes_only
+from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, off_device
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
 
@@ -33,7 +33,7 @@ def failed_on(
     }
     defaults: dict[str, Any] = {"forward": loss_of_step, "optimizers": (torch.optim.Adam(model.parameters()),)}
     failed_run = FailedRun(model=model, **(defaults | run))
-    all_facts = FailureFacts(**(more | {"batch": sizes_only(batch)} | (facts or {})))
+    all_facts = FailureFacts(**(more | {"batch": off_device(batch)} | (facts or {})))
     return FailedStep(facts=all_facts, run=failed_run, cuda=cuda, is_cuda_like=cuda)
 
 

@@ -8,7 +8,7 @@ from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome, ranked
 from lightning_memtools.oom.advice_checks import Advice
-from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, sizes_only
+from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, off_device
 from lightning_memtools.oom.report_page import ReportPage
 
 GIB = 2**30
@@ -19,7 +19,7 @@ FACTS = FailureFacts(
     requested=2 * GIB,
     free=GIB // 2,
     used_by_others=GIB // 2,
-    batch=sizes_only({"x": torch.empty(4, 3), "name": "a", "y": torch.empty(4, dtype=torch.int64)}),
+    batch=off_device({"x": torch.empty(4, 3), "name": "a", "y": torch.empty(4, dtype=torch.int64)}),
 )
 
 

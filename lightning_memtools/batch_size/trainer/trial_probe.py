@@ -36,7 +36,7 @@ class TrialOver(BaseException):
 
 
 class CollectiveInTrialError(RuntimeError):
-    """Raised if a rank calls a collective operation of torch.distributed in the middle of a trial."""
+    """Raised if a rank calls a collective of torch.distributed during a trial."""
 
 
 class TrialProbe(EitherCallback):

@@ -90,7 +90,7 @@ class Holding:
 
 
 class HolderSearch:
-    """Finds the objects that hold tensors. Once a tensor's holder is known, the tensor leaves `remaining`.
+    """Finds the objects that hold tensors. Once a tensor's holder is known, the tensor is removed from `remaining`.
 
     Args:
         living: The tensors whose holders are to be found.
@@ -164,7 +164,7 @@ class HolderSearch:
 
 
 def is_expected(holder: TensorHolder, pile: Sequence[LivingTensor]) -> bool:
-    """Return True if `pile` is no leak: its container has a maximum size, or it is small and belongs to Lightning."""
+    """Return True if the tensors `pile` are no leak: few bytes that Lightning keeps, or a container of limited size."""
     owner = type(holder.root).__module__
     bookkeeping = owner.startswith(_BOOKKEEPERS) and bytes_of(pile) <= _MAX_BOOKKEEPING_BYTES
     return bookkeeping or any(_has_limit(link) for link in holder.links)

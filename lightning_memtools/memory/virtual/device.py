@@ -266,7 +266,7 @@ class VirtualDevice:
         self._rules = rules
 
     def find_results(self, result_of: FindResult) -> None:
-        """Make the device ask `result_of` for each operator's result before running it, from the next `with` block on.
+        """From the next `with` block on, call `result_of` before each operator. If it has a result, skip the operator.
 
         Only the thread that enters the device asks; other threads run every operator.
         """
@@ -330,7 +330,7 @@ class VirtualDevice:
         return composition_of(self._ledger)
 
     def composition_at_peak(self) -> Mapping[str, int]:
-        """Return the bytes per category at the peak since the last `reset_peaks`; they add up to that peak.
+        """Return the bytes of each category at the peak since the last `reset_peaks`. They add up to this peak.
 
         The categories are those of the log tags: parameters, gradients, optimizer, activations, inputs and other.
         Buffers count as other.

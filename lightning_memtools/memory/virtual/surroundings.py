@@ -71,7 +71,7 @@ _COUNTING_ON_HOST = (torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelt
 
 
 def watch_optimizers(find: FindMode, seen: Callable[[Optimizer], None]) -> list[RemovableHandle]:
-    """Add hooks that report optimizer steps to the accounting mode from `find`. Call `seen` with each optimizer."""
+    """Hook all optimizer steps: tell the accounting mode that `find` returns, and call `seen` with the optimizer."""
 
     def begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = find()
