@@ -43,10 +43,8 @@ def _report(chosen: argparse.Namespace) -> None:
     log_dir: Path = chosen.source
     if not log_dir.is_dir():
         raise UsageError(f"There is no directory {log_dir}. Give the one that holds the event files.")
-    directory = EventDirectory(log_dir)
     with working("The event files are read"):
-        directory.refresh()
-    runs = directory.runs()
+        runs = EventDirectory(log_dir).read()
     if not runs:
         raise UsageError(
             f"No event file below {log_dir} holds curves or reports of lightning_memtools. Train with memtools run, or "

@@ -14,11 +14,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 from werkzeug.exceptions import NotFound
 
-from lightning_memtools.tensorboard_plugin.event_files import (
-    EventDirectory,
-    LoggedRun,
-    without_logger_prefix,
-)
+from lightning_memtools.tensorboard_plugin.event_files import EventDirectory, LoggedRun, without_logger_prefix
 from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
@@ -42,6 +38,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         local = log_dir and "://" not in log_dir and Path(log_dir).expanduser().is_dir()
         self._directory = EventDirectory(Path(log_dir).expanduser()) if local else None
         self._logs = context.data_provider
+        self._lock = threading.Lock()
         self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
@@ -62,7 +59,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         if not self._is_active and self._directory is not None and self._has_tags():
             self._is_active = True
             # So that the curves are there when the tab is opened.
-            threading.Thread(target=self._directory.refresh, daemon=True).start()
+            threading.Thread(target=self._read_ahead, daemon=True).start()
         return self._is_active
 
     def _has_tags(self) -> bool:
@@ -79,11 +76,12 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         """Return the tab's name and the path of its JavaScript module."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Memory")
 
+    def _read_ahead(self) -> None:
+        with self._lock:
+            self._all_runs()
+
     def _all_runs(self) -> Mapping[str, LoggedRun]:
-        if self._directory is None:
-            return {}
-        self._directory.refresh()
-        return self._directory.runs()
+        return {} if self._directory is None else self._directory.read()
 
     def _runs(self, _request: wrappers.Request) -> Any:
         return runs_view(self._all_runs())
@@ -112,7 +110,9 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     def _answer(self, view: Callable[[wrappers.Request], Any]) -> Application:
         @wrappers.Request.application
         def application(request: wrappers.Request) -> wrappers.Response:
-            return _respond(request, json.dumps(view(request), allow_nan=False), "application/json", 200)
+            with self._lock:  # a request must not read runs that another adds to
+                answer = view(request)
+            return _respond(request, json.dumps(answer, allow_nan=False), "application/json", 200)
 
         return application
 

@@ -13,9 +13,7 @@ from tests.tensorboard_plugin.logdirs import write_small_run
 
 
 def read(log_dir):
-    directory = EventDirectory(log_dir)
-    directory.refresh()
-    return directory.runs()
+    return EventDirectory(log_dir).read()
 
 
 def test_points_and_reports_are_read(tmp_path):
@@ -39,12 +37,12 @@ def test_what_is_written_later_is_read_later(tmp_path):
     with SummaryWriter(str(tmp_path / "run")) as writer:
         writer.add_scalar("loss/train", 1.0, 0)
         writer.flush()
-        directory.refresh()
-        assert list(directory.runs()["run"].curves["loss/train"].steps) == [0]
+        runs = directory.read()
+        assert list(runs["run"].curves["loss/train"].steps) == [0]
         writer.add_scalar("loss/train", 0.5, 1)
         writer.flush()
-        directory.refresh()
-    assert list(directory.runs()["run"].curves["loss/train"].steps) == [0, 1]
+        runs = directory.read()
+    assert list(runs["run"].curves["loss/train"].steps) == [0, 1]
 
 
 def test_a_record_that_is_half_written_is_read_once_it_is_whole(tmp_path):
@@ -55,11 +53,11 @@ def test_a_record_that_is_half_written_is_read_once_it_is_whole(tmp_path):
     growing.parent.mkdir()
     growing.write_bytes(content[:-20])
     directory = EventDirectory(growing.parent)
-    directory.refresh()
-    assert "loss/val" not in directory.runs()["."].curves
+    runs = directory.read()
+    assert "loss/val" not in runs["."].curves
     growing.write_bytes(content)
-    directory.refresh()
-    run = directory.runs()["."]
+    runs = directory.read()
+    run = runs["."]
     assert list(run.curves["loss/val"].values) == pytest.approx([0.7])
     assert run.notes == []
 
