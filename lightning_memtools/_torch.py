@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, dataloader
 # torch.compile and torch.export are built on them, but they have no public import.
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
-UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
+NO_FAKE_KERNEL = fake_tensor.UnsupportedOperatorException, fake_tensor.DynamicOutputShapeException
 
 
 def fake_mode() -> FakeTensorMode:
