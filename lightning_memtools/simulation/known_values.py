@@ -127,9 +127,10 @@ class KnownValues:
         """Return the result of an operator that has to read tensor values; NotImplemented for other operators."""
         name = name_of(func)
         answer = RULES.get(name)
+        if answer is None:
+            return NotImplemented
         # Under a FakeTensorMode a real mask selects fakes too.
-        call = FollowedCall(name, func, args, kwargs, torch.is_tensor)
-        return NotImplemented if answer is None else answer(self, call)
+        return answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Repeat an operator's call with real tensors in place of fakes, to find the values of its result `out`."""
@@ -353,11 +354,6 @@ def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
     return log_probs.new_empty([n_sequences]), log_probs.new_empty([n_sequences, n_steps, 2 * longest + 1])
 
 
-def _ctc_loss_backward(_values: KnownValues, call: FollowedCall) -> Any:
-    torch.empty_like(call.args[6])  # the table of the way back, for a moment
-    return torch.empty_like(call.args[1])
-
-
 def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
@@ -407,7 +403,7 @@ RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
     "bincount": partial(_shaped, _ones, "numbers that are counted are 1"),
     "repeat_interleave": _repeated,
     "internal ctc_loss": _ctc_loss,
-    "internal ctc_loss_backward": _ctc_loss_backward,
+    "internal ctc_loss_backward": lambda _values, call: torch.empty_like(call.args[1]),
     # Of boxes that overlap, the best ones: all are apart.
     "nms": partial(_shaped, _apart, "no boxes overlap"),
 }
