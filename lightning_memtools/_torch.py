@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, dataloader
 # torch.compile and torch.export are built on them, but they have no public import.
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
-UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
+NO_FAKE_KERNEL = fake_tensor.UnsupportedOperatorException, fake_tensor.DynamicOutputShapeException
 
 
 def fake_mode() -> FakeTensorMode:
@@ -105,16 +105,6 @@ class FakeMaker:
         )
         self._guard(fake)
         vars(fake).update(attributes)
-        return fake
-
-    def number(self, value: torch.Tensor) -> FakeTensor:
-        """Return a fake scalar with a readable value, like the one that FakeTensorMode makes for `torch.tensor(3)`."""
-        with without_torch_dispatch():
-            kept = value.clone()
-            fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
-        fake.constant = kept
-        self._mode.fake_tensor_converter.set_tensor_memo(kept, fake)
-        self._mode.fake_tensor_converter.add_constant_storage_mapping(fake)
         return fake
 
 

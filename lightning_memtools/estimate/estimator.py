@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import UnsupportedOperatorException, uncompiled
+from lightning_memtools._torch import NO_FAKE_KERNEL, uncompiled
 from lightning_memtools.estimate.batch_sizes import resized
 from lightning_memtools.estimate.memory_estimate import MemoryEstimate, usable_bytes
 from lightning_memtools.estimate.trace_reading import read_estimate
@@ -113,8 +113,8 @@ def estimate_step(request: StepRequest) -> MemoryEstimate:
 
     try:
         traced = trace(request)
-    except (UnsupportedOperatorException, NotImplementedError, RuntimeError) as error:
-        if not isinstance(error, UnsupportedOperatorException) and "no fake impl" not in str(error):
+    except (*NO_FAKE_KERNEL, NotImplementedError, RuntimeError) as error:
+        if not isinstance(error, NO_FAKE_KERNEL) and "no fake impl" not in str(error):
             raise
         raise RuntimeError(
             f"{str(error).splitlines()[0]} At {user_line_of(error) or 'an unknown line'}, an operator has no kernel "

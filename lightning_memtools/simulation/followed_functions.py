@@ -22,7 +22,7 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.virtual.storages import flat
 from lightning_memtools.null_cuda.launch import computes_nothing
-from lightning_memtools.simulation.known_values import RULES, FollowedCall, KnownValues
+from lightning_memtools.simulation.known_values import DRAW, RULES, FollowedCall, KnownValues
 
 _RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|empty|geometric|cauchy")
 _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.requires_grad_})
@@ -67,9 +67,9 @@ class FollowedValues(TorchFunctionMode):
         on_device = any(map(_holds_nothing, tree_leaves((args, kwargs))))
         if name == "item" and on_device and args[0].is_floating_point() and self._values.of(args[0]) is None:
             return AssumedFloat(1.0, lambda: self._values.assume("a number that is not known is 1.0"))
-        rule = RULES.get(name) if on_device else None
-        if rule is not None and rule.answer is not None:
-            result = rule.answer(self._values, FollowedCall(name, func, args, kwargs, _holds_nothing))
+        answer = RULES.get(name) if on_device else None
+        if answer is not None:
+            result = answer(self._values, FollowedCall(name, func, args, kwargs, _holds_nothing))
             if result is not NotImplemented:
                 return result
         out = func(*args, **kwargs)
@@ -81,8 +81,8 @@ class FollowedValues(TorchFunctionMode):
         """Store the values of the result `out` if they can be computed. If not, forget those of tensors written to."""
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
-        known_as = name if name in RULES else name.strip("_")
-        is_followed = _RANDOM.search(name) is None
+        known_as = name.strip("_") if name.startswith("__") and name not in RULES else name
+        is_followed = name == DRAW or _RANDOM.search(name) is None
         self._values.follow(FollowedCall(known_as, func, args, kwargs, _holds_nothing, written, is_followed), out)
 
 

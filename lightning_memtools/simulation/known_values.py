@@ -5,14 +5,13 @@ batch is known, and so are a model's buffers. So a tensor whose values are known
 operator on known tensors alone is computed on their twins too. `int(batch.max())`, `x[mask]`, `repeat_interleave` and
 packed sequences then have the sizes of the real step.
 
-What depends on values that nobody computed is assumed: a mask selects everything, a number is 1, and the guesses of
-`RULES`. Each such read is listed with its line (`KnownValues.assumed`).
+What depends on values that nobody computed is assumed: a mask selects everything, and a number is 1. So floats are
+finite, and a flag is set. Each such read is listed with its line (`KnownValues.assumed`).
 """
 
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,11 +126,11 @@ class KnownValues:
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator that has to read tensor values; NotImplemented for other operators."""
         name = name_of(func)
-        rule = RULES.get(name)
-        if rule is None or rule.answer is None:
+        answer = RULES.get(name)
+        if answer is None:
             return NotImplemented
         # Under a FakeTensorMode a real mask selects fakes too.
-        return rule.answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))  # all are fake
+        return answer(self, FollowedCall(name, func, args, kwargs, torch.is_tensor))
 
     def follow_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Repeat an operator's call with real tensors in place of fakes, to find the values of its result `out`."""
@@ -140,59 +138,55 @@ class KnownValues:
         if is_view or func is aten._amp_foreach_non_finite_check_and_unscale_.default:  # gradients are finite
             return
         name = name_of(func)
-        is_given = args and isinstance(args[0], Tensor) and name not in RULES
+        is_given = args and isinstance(args[0], Tensor) and name not in _OF_ONES and name not in _OVERWRITING
         if not places and (name in _UNDEFINED or (is_given and self.of(args[0]) is None)):
             return  # as nearly all: nothing is written, and nothing known
         written = [one for at, key in places for one in flat(args[at] if at < len(args) else kwargs.get(key))]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
-        is_followed = not is_random and all(isinstance(tensor, FakeTensor) for tensor in written)
+        is_followed = (name == DRAW or not is_random) and all(isinstance(tensor, FakeTensor) for tensor in written)
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
         """Repeat a call with real tensors in place of its fake arguments, to find the values of its result `out`."""
-        tensors = given_tensors(call.args, call.kwargs)
-        is_followed = call.is_followed and (tensors or call.name in FACTORIES)
-        values = self.of_all(tensors) if is_followed else None
+        tensors, made = given_tensors(call.args, call.kwargs), list(flat(out))
+        values = self.of_all(tensors)
+        is_guess = values is None and call.name in _OF_ONES
+        known = [tensor for tensor in tensors if values is not None or self.of(tensor) is not None]
+        kept = set() if call.name == DRAW else set(map(_key_of, known))
+        new = [_key_of(tensor) not in kept for tensor in made]
+        is_small = not any(is_new and is_too_large(tensor) for tensor, is_new in zip(made, new, strict=True))
         computed = None
-        if values is not None:
-            given = set(map(_key_of, tensors))
-            made = list(flat(out))
-            new = [_key_of(tensor) not in given for tensor in made]
-            if not any(is_new and is_too_large(tensor) for tensor, is_new in zip(made, new, strict=True)):
-                computed = on_host(call.func, call.args, call.kwargs, values)
+        if call.is_followed and is_small and (tensors or call.name in FACTORIES):
+            given = self._stand_ins(call, tensors, made) if values is None else values
+            func = _just_below if call.name == DRAW else call.func
+            computed = None if given is None else on_host(func, call.args, call.kwargs, given)
         if computed is None:
             for tensor in call.written:
                 self._twins.pop(_key_of(tensor), None)
-            if values is None:
-                self.guess(call, out)
             return
-        is_assumed = any(map(self.is_assumed, tensors))
+        is_assumed = is_guess or call.name == DRAW or any(map(self.is_assumed, tensors))
         for tensor, real, is_new in zip(made, flat(computed), new, strict=False):
-            if is_new and tensor.shape == real.shape and not real.is_cuda:
-                if call.holds_nothing(tensor):
-                    self.know(tensor, real, is_assumed=is_assumed)
-                elif any(map(call.holds_nothing, tensors)):  # a copy in host memory
-                    with torch.no_grad():
-                        tensor.copy_(real)
+            # Of what is assumed, only flags and indices are kept: a mask made of numbers selects everything.
+            if not is_new or tensor.shape != real.shape or real.is_cuda or (is_guess and real.is_floating_point()):
+                continue
+            if call.holds_nothing(tensor):
+                self.know(tensor, real, is_assumed=is_assumed)
+            elif any(map(call.holds_nothing, tensors)):  # a copy in host memory
+                with torch.no_grad():
+                    tensor.copy_(real)
 
-    def guess(self, call: FollowedCall, out: Any) -> None:
-        """Store the values of a call's result `out`, if a rule in `RULES` gives them without the arguments' values."""
-        rule = RULES.get(call.name)
-        if rule is None or rule.result is None:
-            return
-        made = out[1] if rule.of_second else out
-        if not isinstance(made, Tensor) or not call.holds_nothing(made) or is_too_large(made) or not made.numel():
-            return
-        values = rule.result(self, call.args, made)
-        if values is None or (call.name in _OVERWRITING and not _covers_storage(made)):
-            return
+    def _stand_ins(self, call: FollowedCall, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the values of a call's tensors, with ones for unknown ones; None if the result is unknown."""
+        values = [self.of(tensor) for tensor in tensors]
+        overwrites = call.name in _OVERWRITING and all(one is not None for one in values[1:])
+        if not overwrites and (not _is_of_ones(call, made) or any(one.numel() > _MOST_INTEGERS for one in tensors)):
+            return None
         with without_dispatch_modes(), torch.no_grad():
-            # Unlike torch.zeros it writes nothing: the zeros of an optimizer's state take no time.
-            filled = torch.from_numpy(np.zeros(made.nbytes, np.uint8)).view(made.dtype).view(made.shape)
-            if isinstance(values, Tensor) or values != 0:
-                filled[...] = values
-        is_copied = call.name == "copy_" and isinstance(call.args[1], Tensor) and self.is_assumed(call.args[1])
-        self.know(made, filled, is_assumed=rule.is_guess or is_copied)
+            ones = [torch.ones((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
+            return [
+                value if value is not None else one.clone() if call.written else one
+                for value, one in zip(values, ones, strict=True)
+            ]
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor's values in host memory. Unknown values are assumed to be 1; see `assumed`."""
@@ -217,18 +211,15 @@ class KnownValues:
     def places(self, mask: Tensor) -> Tensor:
         """Return the positions that a mask selects, one per row. If its values are unknown, all count as True."""
         known = self.of(mask)
-        if known is None:
-            self.assume("a mask that is not known selects everything")
-            if is_too_large(mask):
-                return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=mask.device)
-            with without_dispatch_modes():
-                everything = torch.ones(mask.shape, dtype=torch.bool).nonzero()
-            return self.new(everything, mask, is_assumed=True)
-        if self.is_assumed(mask):
-            self.assume("a mask selects by what is assumed")
+        is_assumed = known is None or self.is_assumed(mask)
+        if is_assumed:
+            everything = "a mask that is not known selects everything"
+            self.assume(everything if known is None else "a mask selects by what is assumed")
+        if known is None and is_too_large(mask):
+            return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=mask.device)
         with without_dispatch_modes():
-            places = known.nonzero()
-        return self.new(places, mask, is_assumed=self.is_assumed(mask))
+            places = (_ones(mask) if known is None else known).nonzero()
+        return self.new(places, mask, is_assumed=is_assumed)
 
     def new(self, values: Tensor, like: Tensor, *, is_assumed: bool = False) -> Tensor:
         """Return a new tensor on the device of `like`, and store `values` as its known values."""
@@ -363,31 +354,8 @@ def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
     return log_probs.new_empty([n_sequences]), log_probs.new_empty([n_sequences, n_steps, 2 * longest + 1])
 
 
-def _ctc_loss_backward(_values: KnownValues, call: FollowedCall) -> Any:
-    torch.empty_like(call.args[6])  # the table of the way back, for a moment
-    return torch.empty_like(call.args[1])
-
-
-def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of `lstsq` with CUDA's only driver, "gels", which gives no rank and no singular values."""
-    left, right = call.args[:2]
-    if not isinstance(left, FakeTensor):  # PyTorch's own code runs
-        return NotImplemented
-    *batch, m, n = left.shape
-    is_vector = right.dim() == 1 or (left.dim() - 1 == right.dim() and right.shape == left.shape[:-1])
-    of_right = [] if is_vector else [right.shape[-1]]
-    residuals = [*batch, *of_right] if m > n else [0]
-    shapes = ([*batch, n, *of_right], residuals, [0], [0])
-    dtypes = (left.dtype, left.dtype, torch.int64, left.dtype)
-    return tuple(left.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-
-
 def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype)
-
-
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def _all_differ(tensor: Tensor) -> Tensor:
@@ -399,105 +367,48 @@ def _apart(boxes: Tensor) -> Tensor:
     return corners.to(boxes.dtype)
 
 
-# What is known of results, whatever the values of the arguments are, or assumed of them.
+def _is_of_ones(call: FollowedCall, made: Sequence[Tensor]) -> bool:
+    """Return whether a call's result is assumed to be that of ones. The result of a comparison mostly is not known."""
+    if call.name not in _COMPARISONS:
+        return call.name in _OF_ONES
+    first, second = call.args[:2]
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return False
+    return second is first or made[0].numel() == 1 or (isinstance(second, float) and math.isinf(second))
 
 
-def _compared(name: str, values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess the result of comparing floats. Assume that all are finite, and that an unknown scalar is 1."""
-    if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-        return None
-    first, second = args[:2]
-    compare = getattr(operator, name)
-    if second is first:
-        return compare(1, 1)
-    if isinstance(second, float) and math.isinf(second):
-        return compare(1.0, second)
-    if out.numel() != 1:
-        return None
-    known = [values.of(one) if isinstance(one, Tensor) else one for one in (first, second)]
-    with without_dispatch_modes():
-        return bool(compare(*(1.0 if one is None else one for one in known)))
+def _just_below(drawn: Tensor, _low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor | None:
+    """Take a number from an interval to be just below its end, so that `int(uniform_(0, n))` chooses one of n."""
+    return drawn.fill_(high - torch.finfo(drawn.dtype).eps * abs(high)) if drawn.numel() == 1 else None
 
 
-def _in_order(at: int, _values: KnownValues, args: Any, out: Tensor) -> Any:
-    dim = args[at] if len(args) > at else -1
-    shape = [-1 if axis == dim % out.dim() else 1 for axis in range(out.dim())]
-    with without_dispatch_modes():
-        return torch.arange(out.shape[dim]).view(shape) if out.dim() else None
-
-
-def _below(bound: Callable[[Any], Any], _values: KnownValues, args: Any, out: Tensor) -> Any:
-    """Guess that a single random number is just below its upper bound, so that `int(uniform(0, n))` is in range."""
-    if out.numel() != 1:
-        return None
-    return bound(args) - (torch.finfo(out.dtype).eps * abs(bound(args)) if out.is_floating_point() else 1)
-
-
-def _source(values: KnownValues, args: Any, _out: Tensor) -> Any:
-    return values.of(args[1]) if isinstance(args[1], Tensor) else args[1]
-
-
-class Rule(NamedTuple):
-    """Says how to handle one operator or function on fakes: what to call in its place, or what its result contains.
-
-    Attributes:
-        answer: Called in place of the operator or function. Returns NotImplemented to run the original after all.
-        result: Returns the values of the result, even if those of the arguments are unknown; None if it cannot tell.
-        is_guess: True if the values from `result` are only an assumption.
-        of_second: True if the values from `result` belong to the second output of the operator or function.
-    """
-
-    answer: Callable[[KnownValues, FollowedCall], Any] | None = None
-    result: Callable[[KnownValues, Any, Tensor], Any] | None = None
-    is_guess: bool = False
-    of_second: bool = False
-
-
-def _filled(value: Callable[[Any], Any]) -> Rule:
-    return Rule(result=lambda _values, args, _out: value(args))
-
-
-def _guessed(result: Callable[[KnownValues, Any, Tensor], Any], *, of_second: bool = False) -> Rule:
-    return Rule(result=result, is_guess=True, of_second=of_second)
-
-
-_DIFFER = Rule(partial(_shaped, _all_differ, "values that are not known all differ"))
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(("internal local_scalar_dense", "item", "tolist", "numpy"), Rule(_read)),
-    **dict.fromkeys(("__array__", "__bool__", "__int__", "__float__", "__index__"), Rule(_read)),
-    **dict.fromkeys(("index", "internal unsafe_index", "index_put", "index_put_", "__getitem__"), Rule(_indexed)),
-    **dict.fromkeys(("internal index_put_impl_", "internal unsafe_index_put", "__setitem__"), Rule(_indexed)),
-    **dict.fromkeys(("nonzero", "argwhere", "where"), Rule(_nonzero)),
-    "masked_select": Rule(_masked_select),
-    "equal": Rule(partial(_shaped, _ones, "two tensors are equal")),
+DRAW = "uniform_"
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_OF_ONES = _COMPARISONS | {"isnan", "isinf", "isposinf", "isneginf", "isfinite", "argmax", "argmin", "topk", "sort"}
+# Whatever their first argument holds.
+_OVERWRITING = {
+    "zeros_like", "new_zeros", "zero_", "ones_like", "new_ones", "full_like", "new_full", "fill_", "copy_", DRAW,
+}  # fmt: skip
+_DIFFER = partial(_shaped, _all_differ, "values that are not known all differ")
+RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
+    **dict.fromkeys(("internal local_scalar_dense", "item", "tolist", "numpy"), _read),
+    **dict.fromkeys(("__array__", "__bool__", "__int__", "__float__", "__index__"), _read),
+    **dict.fromkeys(("index", "internal unsafe_index", "index_put", "index_put_", "__getitem__"), _indexed),
+    **dict.fromkeys(("internal index_put_impl_", "internal unsafe_index_put", "__setitem__"), _indexed),
+    **dict.fromkeys(("nonzero", "argwhere", "where"), _nonzero),
+    "masked_select": _masked_select,
+    "equal": partial(_shaped, _ones, "two tensors are equal"),
     **dict.fromkeys(("unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _DIFFER),
     "internal unique2": _DIFFER,
-    "bincount": Rule(partial(_shaped, _zeros, "numbers that are counted are 0")),
-    "repeat_interleave": Rule(_repeated),
-    "internal ctc_loss": Rule(_ctc_loss),
-    "internal ctc_loss_backward": Rule(_ctc_loss_backward),
-    "linalg_lstsq": Rule(_least_squares),
+    "bincount": partial(_shaped, _ones, "numbers that are counted are 1"),
+    "repeat_interleave": _repeated,
+    "internal ctc_loss": _ctc_loss,
+    "internal ctc_loss_backward": lambda _values, call: torch.empty_like(call.args[1]),
     # Of boxes that overlap, the best ones: all are apart.
-    "nms": Rule(partial(_shaped, _apart, "no boxes overlap")),
-    **dict.fromkeys(("zeros_like", "new_zeros", "zero_"), _filled(lambda _: 0)),
-    **dict.fromkeys(("ones_like", "new_ones"), _filled(lambda _: 1)),
-    **dict.fromkeys(("full_like",), _filled(operator.itemgetter(1))),
-    **dict.fromkeys(("new_full",), _filled(operator.itemgetter(2))),
-    **dict.fromkeys(("fill_", "copy_"), Rule(result=_source)),
-    **dict.fromkeys(("isnan", "isinf", "isposinf", "isneginf"), _guessed(lambda *_: False)),
-    "isfinite": _guessed(lambda *_: True),
-    **{name: _guessed(partial(_compared, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **dict.fromkeys(("argmax", "argmin"), _guessed(lambda *_: 0)),  # torchmetrics refuses more classes than there are
-    "topk": _guessed(partial(_in_order, 2), of_second=True),
-    "sort": _guessed(partial(_in_order, 1), of_second=True),
-    **dict.fromkeys(("rand", "rand_like"), _guessed(partial(_below, lambda _: 1.0))),
-    # torch leaves out an argument that equals its default: uniform_(0.08, 1.0) comes with 0.08 alone.
-    "uniform_": _guessed(partial(_below, lambda args: args[2] if len(args) > 2 else 1.0)),  # noqa: PLR2004, from and to
-    "randint": _guessed(partial(_below, lambda args: args[1] if isinstance(args[1], int) else args[0])),
+    "nms": partial(_shaped, _apart, "no boxes overlap"),
 }
 """Every call that needs values that its tensors do not hold, by its name."""
 
-_OVERWRITING = {"zero_", "fill_", "copy_"}
 FACTORIES = {
     "arange", "zeros", "ones", "full", "eye", "linspace", "tril_indices", "triu_indices", "scalar_tensor",
     "tensor", "as_tensor",

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import (
-    LIFT_FRESH,
-    LOCAL_SCALAR,
     FakeMaker,
     FakeTensor,
     FakeTensorMode,
-    OperatorMode,
     OpOverload,
     has_kernel,
     kernels_of_meta_tensors,
@@ -54,67 +51,49 @@ _MOST_KNOWN = 50_000
 _IMAGES = 4  # the dimensions of images
 
 
-class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
-    """Mode that speeds up fake tensors: a repeated call gets a fake result with the shape cached from an earlier call.
+class RepeatedFakes:
+    """Runs operators on fake tensors: a repeated call gets a fake result with the shape cached from an earlier call.
 
-    Enter it right after a FakeTensorMode. It handles operators that return new tensors or change only their first
-    argument. Operators that change other arguments or depend on values are left to the FakeTensorMode.
+    It caches operators that return new tensors or change only their first argument. Operators that change other
+    arguments or depend on values are left to the FakeTensorMode.
 
     Args:
-        fake_mode: The FakeTensorMode that is active.
-        values: The known values of fake tensors, which each call updates; None to track no values.
+        fake_mode: The FakeTensorMode, which is active.
+        values: The known values of fake tensors, which each call updates.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, values: KnownValues | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, fake_mode: FakeTensorMode, values: KnownValues) -> None:
         self._fake_mode = fake_mode
         self._values = values
         self._fake = FakeMaker(fake_mode)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        known = self.result_of(func, args, kwargs)
-        if known is not NotImplemented:
-            return known
-        if (n := _CONTIGUOUS.get(func)) is not None:
-            args = (*map(self._contiguous, args[:n]), *args[n:])
-        key = _key(func, args, kwargs) if _is_repeatable(func) else None
-        out = func(*args, **kwargs)
-        if not args or out is not args[0]:
-            out = self._laid_out(func, out)
-        if self._values is not None:
-            self._values.follow_operator(func, args, kwargs, out)
-        if key is not None and key not in _known:
-            if len(_known) >= _MOST_KNOWN:
-                _known.clear()
-            _known[key] = _described(out, args, kwargs)
-        return out
-
-    def result_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator; NotImplemented if the FakeTensorMode has to run the operator.
-
-        A mode entered later can call this function directly, which saves a pass through torch's dispatcher.
-        """
-        if args and not kwargs and (number := self._of_number(func, *args)) is not None:
-            return number
-        found = NotImplemented if self._values is None else self._values.find(func, args, kwargs)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an operator's result for these arguments."""
+        found = self._values.find(func, args, kwargs)
         if found is not NotImplemented:
             return found
         if _is_view(func) and _note(args[0], []):
             return self._view(func, args, kwargs)
-        if not _is_repeatable(func):
-            return NotImplemented
         if (n := _CONTIGUOUS.get(func)) is not None:
             args = (*map(self._contiguous, args[:n]), *args[n:])
-        key = _key(func, args, kwargs)
+        key = _key(func, args, kwargs) if _is_repeatable(func) else None
         # Looked up once: another thread may forget all at any time.
         known = None if key is None else _known.get(key)
         if known is None:
-            return NotImplemented
-        out = args[0] if known == "the first argument" else self._laid_out(func, self._made(*known))
-        if self._values is not None:
-            self._values.follow_operator(func, args, kwargs, out)
+            out = func(*args, **kwargs)
+            if key is not None:
+                if len(_known) >= _MOST_KNOWN:
+                    _known.clear()
+                _known[key] = _described(out, args, kwargs)
+        elif known == "the first argument":
+            out = args[0]
+        else:
+            is_one, described = known
+            made = [None if one is None else self._make(*one) for one in described]
+            out = made[0] if is_one else tuple(made)
+        if not args or out is not args[0]:
+            out = self._laid_out(func, out)
+        self._values.follow_operator(func, args, kwargs, out)
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
@@ -130,30 +109,6 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         if size != [1, 1] or n_channels == 1 or out.stride() == stride or out.requires_grad:
             return out
         return self._make((n_samples, n_channels, 1, 1), stride, out.dtype, out.fake_device)
-
-    def _made(self, is_one: bool, made: list[Made | None]) -> Any:
-        found = [None if one is None else self._make(*one) for one in made]
-        return found[0] if is_one else tuple(found)
-
-    def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
-        """Return the result of an operator whose first argument is a scalar tensor with a known value; otherwise None.
-
-        Optimizers count their steps in such tensors, one for each parameter. Without this shortcut, counting would
-        often take longer than the rest of the step.
-        """
-        if func is LIFT_FRESH:
-            is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
-            return self._fake.number(first) if is_number else None
-        if type(first) is not FakeTensor or first.constant is None:
-            return None
-        if func is LOCAL_SCALAR:
-            with without_torch_dispatch():
-                return first.constant.item()
-        if _is_repeatable(func) and operator_schema(func).is_mutable and {int, float}.issuperset(map(type, others)):
-            with without_torch_dispatch():
-                func(first.constant, *others)
-            return first
-        return None
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.

@@ -106,10 +106,9 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(torch.enable_grad())
         known = stack.enter_context(values_known())
         stack.enter_context(mode := fake_mode())
-        stack.enter_context(repeated := RepeatedFakes(mode, known))
         replaced = cuda_functions(device.gpu) if cuda else {}
         replaced |= value_readers(known, replaced)
-        device.find_results(repeated.result_of)
+        device.run_operators_by(RepeatedFakes(mode, known).run)
         stack.enter_context(fakes_copied_deeply())
         device.apply_rules({**_FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
         stack.enter_context(without_sharding_hooks(model))

@@ -94,7 +94,7 @@ UNKNOWN = {
     "rows": (lambda x: x[x[:, 0] > 0], (10, 4)),
     "nonzero": (lambda x: x.nonzero(), (40, 2)),
     "unique": (torch.unique, (40,)),
-    "bincount": (lambda x: torch.bincount(x.argmax(1)), (1,)),
+    "bincount": (lambda x: torch.bincount((x > 0).long().flatten()), (2,)),
     "any nan": (lambda x: bool(torch.isnan(x).any()), False),
     "all finite": (lambda x: bool(torch.isfinite(x).all()), True),
     "without nan": (lambda x: x[~torch.isnan(x)], (40,)),
@@ -102,7 +102,7 @@ UNKNOWN = {
     "compared with itself": (lambda x: bool((x != x).any()), False),  # noqa: PLR0124, how NaN is found
     "choice": (lambda x: "abc"[int(torch.empty(1).uniform_(0, 3).item())], "c"),
     "number of an interval": (lambda x: torch.empty(1).uniform_(0.08, 1.0).item() > 0.9, True),
-    "choice by an integer": (lambda x: "abc"[int(torch.randint(3, (1,)))], "c"),
+    "choice by an integer": (lambda x: "abc"[int(torch.randint(3, (1,)))], "b"),
     "levels of the best": (lambda x: torch.unique(LEVELS[x.flatten().topk(20)[1]]), (2,)),
     "a single one, sorted": (lambda x: x.sum().sort()[0].item(), 1.0),
     "levels in an order": (lambda x: torch.unique(LEVELS[torch.argsort(x.flatten())]), (4,)),

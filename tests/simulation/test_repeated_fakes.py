@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_memtools import VirtualDevice
 from lightning_memtools._torch import fake_mode
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
-from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
+from lightning_memtools.simulation.simulated import simulated
 from tests.checkpointing.foreign_models import made
 from tests.simulation.compared_fakes import ComparedWithFakeTensorMode
 
@@ -25,7 +26,7 @@ def test_a_step_of_a_model_gets_the_same_tensors(name):
 
 
 def test_what_changes_tensors_returns_them_and_counts_as_a_change():
-    with fake_mode() as mode, RepeatedFakes(mode):
+    with simulated(nn.Identity(), VirtualDevice(), TensorExchange(), cuda=False):
         for _ in range(2):
             x = torch.ones(3, 4)
             assert x.add_(1) is x
@@ -36,7 +37,7 @@ def test_what_changes_tensors_returns_them_and_counts_as_a_change():
 
 
 def test_the_type_of_a_number_and_the_default_type_count():
-    with fake_mode() as mode, RepeatedFakes(mode):
+    with simulated(nn.Identity(), VirtualDevice(), TensorExchange(), cuda=False):
         x = torch.ones(3, dtype=torch.int64)
         for _ in range(2):
             assert [(x * one).dtype for one in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]

@@ -38,8 +38,8 @@ _ORDINARY = {torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 _kinds: dict[Any, OperatorKind] = {}
 _ZEROS = torch.ops.aten.zeros.default
 
-FindResult = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Returns the result of an operator for its arguments, or NotImplemented if the operator itself has to run."""
+RunOperator = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Returns the result of an operator for its arguments. An interceptor may return NotImplemented instead."""
 
 
 class AccountingMode(OperatorMode):
@@ -63,7 +63,7 @@ class AccountingMode(OperatorMode):
         cuda_like: bool = False,
         gpu: GpuShape | None = None,
         rules: Mapping[Any, Rule] | None = None,
-        result_of: FindResult | None = None,
+        run: RunOperator | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.place = ModuleScopes(ledger)
@@ -76,8 +76,8 @@ class AccountingMode(OperatorMode):
         self._cuda_like = cuda_like
         self._gpu = gpu or GpuShape()
         self._rules = rules or {}
-        self._result_of = result_of
-        self._interceptors: list[FindResult] = []
+        self._run = run
+        self._interceptors: list[RunOperator] = []
         if ledger.listener is not None or rules:
             self._interceptors = [self._tell_listener, self._by_rule]
         # cuBLAS keeps a workspace per thread, and autograd runs backward in a thread of its own.
@@ -224,9 +224,8 @@ class AccountingMode(OperatorMode):
     # --- operators
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, unless the function passed to `VirtualDevice.find_results` supplies its result."""
-        known = NotImplemented if self._result_of is None else self._result_of(func, args, kwargs)
-        return func(*args, **kwargs) if known is NotImplemented else known
+        """Run an operator, by the function passed to `VirtualDevice.run_operators_by` if there is one."""
+        return func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
 
     def account(self, kind: OperatorKind, out: Any, args: Any, kwargs: Any) -> None:
         """Put the storages of an operator's result on the device, except those that it shares with the arguments.

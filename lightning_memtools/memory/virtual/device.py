@@ -28,7 +28,7 @@ from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
 from lightning_memtools.memory.cuda_ops.rules import Rule
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
-from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, FindResult
+from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, RunOperator
 from lightning_memtools.memory.virtual.attribution import attribute, composition_of, enter_all, trackable
 from lightning_memtools.memory.virtual.categories import Category, Composition, as_log_names
 from lightning_memtools.memory.virtual.cuda_texts import cuda_error
@@ -121,7 +121,7 @@ class VirtualDevice:
         self._observers: OrderedDict[int, OomObserver] = OrderedDict()
         self._modes: list[AccountingMode] = []
         self._rules: Mapping[Any, Rule] = {}
-        self._result_of: FindResult | None = None
+        self._run: RunOperator | None = None
         self._thread: int | None = None
         self._hooks = DeviceHooks(
             _mode_here, seen=self._optimizers.add, run_counted=self._run_counted, cuda_like=cuda_like
@@ -147,7 +147,7 @@ class VirtualDevice:
         except BaseException:
             self._leave()
             raise
-        self._enter_thread(self._result_of).__enter__()  # type: ignore[no-untyped-call]
+        self._enter_thread(self._run).__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -265,12 +265,9 @@ class VirtualDevice:
         """Register functions to be called in place of operators (the keys of `rules`) from the next `with` block on."""
         self._rules = rules
 
-    def find_results(self, result_of: FindResult) -> None:
-        """From the next `with` block on, call `result_of` before each operator. If it has a result, skip the operator.
-
-        Only the thread that enters the device asks; other threads run every operator.
-        """
-        self._result_of = result_of
+    def run_operators_by(self, run: RunOperator) -> None:
+        """From the next `with` block on, call `run` in place of each operator, in the thread that enters the device."""
+        self._run = run
 
     def assign(self, tensor: torch.Tensor, category: Category, module: str) -> None:
         """Set the category of a tensor that is on the device, and the module that it is charged to."""
@@ -405,7 +402,7 @@ class VirtualDevice:
         self._leave()
         VirtualDevice.__init__(self, **self._options)
 
-    def _new_mode(self, result_of: FindResult | None = None) -> AccountingMode:
+    def _new_mode(self, run: RunOperator | None = None) -> AccountingMode:
         return AccountingMode(
             self._ledger,
             self._names,
@@ -414,7 +411,7 @@ class VirtualDevice:
             cuda_like=self._cuda_like,
             gpu=self.gpu,
             rules=self._rules,
-            result_of=result_of,
+            run=run,
         )
 
     def _mode_or_new(self) -> AccountingMode:
@@ -422,8 +419,8 @@ class VirtualDevice:
         mode = _mode_here()
         return self._new_mode() if mode is None or VirtualDevice.current() is not self else mode
 
-    def _enter_thread(self, result_of: FindResult | None = None) -> AccountingMode:
-        mode = self._new_mode(result_of)
+    def _enter_thread(self, run: RunOperator | None = None) -> AccountingMode:
+        mode = self._new_mode(run)
         self._modes.append(mode)
         _here.mode = mode
         return mode
