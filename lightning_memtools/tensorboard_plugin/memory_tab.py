@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,9 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     def get_plugin_apps(self) -> dict[str, Application]:
         """Return a dict from each URL path to the WSGI application that answers it."""
         apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
-        return apps | {
-            "/runs": self._answer(self._runs),
-            "/run": self._answer(self._run),
-            "/reports": self._answer(self._reports),
-            "/step": self._answer(self._step),
-        }
+        views = {"/run": run_view, "/reports": reports_of, "/step": self._step}
+        apps |= {path: self._answer(partial(self._of_run, view)) for path, view in views.items()}
+        return apps | {"/runs": self._answer(lambda _request: runs_view(self._all_runs()))}
 
     def is_active(self) -> bool:
         """Return True if any run has scalars or text that this library logged.
@@ -83,29 +81,19 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     def _all_runs(self) -> Mapping[str, LoggedRun]:
         return {} if self._directory is None else self._directory.read()
 
-    def _runs(self, _request: wrappers.Request) -> Any:
-        return runs_view(self._all_runs())
-
-    def _run(self, request: wrappers.Request) -> Any:
-        return run_view(self._named(request))
-
-    def _reports(self, request: wrappers.Request) -> Any:
-        return reports_of(self._named(request))
-
-    def _step(self, request: wrappers.Request) -> Any:
-        run = self._named(request)
+    def _step(self, run: LoggedRun) -> Any:
         assert self._directory is not None, "it has the run"
         # The run's name comes from the directories that were found, not from the request.
         return step_view(self._directory.log_dir / run.name)
 
-    def _named(self, request: wrappers.Request) -> LoggedRun:
+    def _of_run(self, view: Callable[[LoggedRun], Any], request: wrappers.Request) -> Any:
         name = request.args.get("run", "")
         # A name is only looked up and never made into a path.
         run = self._all_runs().get(name)
         if run is None:
             text = f"No run {name[:200]!r} with points of lightning_memtools in this log directory."
             raise NotFound(response=_respond(request, text, "text/plain", 404))
-        return run
+        return view(run)
 
     def _answer(self, view: Callable[[wrappers.Request], Any]) -> Application:
         @wrappers.Request.application

@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch.utils.data import IterableDataset
 
 from lightning_memtools._lightning import (
     callbacks_of,
@@ -145,7 +144,9 @@ class TrialRunner:
             if not failure.startswith(ANOTHER_ERROR) or (stage in self._ended and _may_depend_on_size(error)):
                 error = None
             measured = probe.measured(stage)
-            self._learn_length_of_stream(stage, limits, probe.observed_size.get(stage))
+            observed = probe.observed_size.get(stage)
+            if limits.n_samples is None and observed is not None and observed < self.sizes[stage]:
+                limits.n_samples = self.sizes[stage] = observed  # a stream, which is over before the batch is full
         finally:
             # In this order: restoring releases what the trial has allocated, and only then the cache can be emptied.
             for other in self._stages:
@@ -196,6 +197,10 @@ class TrialRunner:
     def _prepare(self, probe: TrialProbe) -> None:
         """Set the Trainer up for a trial. All changes are undone after the trial."""
         trainer = self.trainer
+
+        class QuietLogger(DummyLogger):  # callbacks find the temporary directory in it
+            save_dir = log_dir = self._root
+
         # Unwrapped, since DDP runs collectives in forward and backward. Its buckets stay allocated, because the
         # snapshot holds the wrapper, and restores it.
         trainer.strategy.model = trainer.lightning_module
@@ -204,7 +209,7 @@ class TrialRunner:
             if isinstance(callback, Neighbour):
                 callback.is_in_trial = True
         trainer.callbacks = [*callbacks, probe]  # type: ignore[attr-defined]
-        trainer.loggers = [_QuietLogger(self._root)] if trainer.loggers else []
+        trainer.loggers = [QuietLogger()] if trainer.loggers else []
         set_root_directory(trainer, self._root)
         trainer.limit_train_batches = 1.0
         asked = trainer.limit_val_batches
@@ -294,13 +299,6 @@ class TrialRunner:
                 trainer.limit_val_batches = 0
             trainer.fit_loop.run()
 
-    def _learn_length_of_stream(self, stage: Stage, limits: SizeLimits, observed: int | None) -> None:
-        """Limit the batch size to `observed`, the samples that iterable data sets gave, if less than a full batch."""
-        loaders = prepared_loaders(loop_of(self.trainer, stage))
-        streams = [isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders]
-        if streams and all(streams) and observed is not None and observed < self.sizes[stage]:
-            limits.n_samples = self.sizes[stage] = observed
-
 
 def _may_depend_on_size(error: BaseException | None) -> bool:
     """Return True if a smaller batch might not raise this error. False for CUDA errors, after which nothing can run."""
@@ -314,18 +312,3 @@ def _refusal(name: str) -> CollectiveInTrialError:
         "code or in a library's. A rank that fails would leave the others waiting in it. Next: leave it out of the "
         "steps while tuning, or tune with devices=1 and set the size that is found."
     )
-
-
-class _QuietLogger(DummyLogger):
-    """A logger that writes nothing, but offers a temporary directory."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__()
-        self._root = root
-
-    @property
-    def save_dir(self) -> str:
-        """The temporary directory that callbacks find when they ask for the directory of the logger."""
-        return self._root
-
-    log_dir = save_dir
