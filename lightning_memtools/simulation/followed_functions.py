@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_memtools._torch import (
     PACK_PADDED,
     PAD_PACKED,
-    FakeTensor,
     has_readable_values,
     tree_leaves,
     without_dispatch_modes,
@@ -33,18 +32,24 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
 
     Args:
         values: The values of fake tensors, as far as they are known.
-        replaced: Functions that are already replaced, mapped to their replacements, which are called in their place.
+        replaced: Replacements that exist already. They are called in place of the originals.
     """
 
-    def reader(original: Any, read: Any) -> Callable[..., Any]:
+    def reader(function: Any, read: Callable[..., Any]) -> Callable[..., Any]:
+        original = replaced.get(function, function)
+
         def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            is_fake = isinstance(tensor, FakeTensor)
-            return values.find(read, (tensor,), {}) if is_fake else original(tensor, *args, **kwargs)
+            return (original if has_readable_values(tensor) else read)(tensor, *args, **kwargs)
 
         return run
 
-    pairs = ((Tensor.numpy, Tensor.numpy), (Tensor.tolist, Tensor.tolist), (Tensor.__array__, Tensor.numpy))
-    return packing(values, replaced) | {one: reader(one, read) for one, read in pairs}
+    # torch's kernels for packed sequences read lengths without an operator.
+    readers: dict[Any, Callable[..., Any]] = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
+    for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+        readers[layer] = partial(_run, values, replaced.get(layer, layer))
+    for one, read in ((Tensor.numpy, Tensor.numpy), (Tensor.tolist, Tensor.tolist), (Tensor.__array__, Tensor.numpy)):
+        readers[one] = lambda tensor, *_args, read=read, **_kwargs: values.find(read, (tensor,), {})
+    return {function: reader(function, read) for function, read in readers.items()}
 
 
 class FollowedValues(TorchFunctionMode):
@@ -106,26 +111,25 @@ class AssumedFloat(float):
         return float, (super().__float__(),)  # a copy or a pickle is a plain number
 
 
-def _listed(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def run(number: AssumedFloat, *others: Any) -> Any:
-        number.note()
-        return operation(number, *others)
+def _of_assumed(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of float: a float that it returns is assumed too, and another result, such as a bool, is noted."""
 
-    return run
-
-
-def _carried(operation: Callable[..., Any]) -> Callable[..., Any]:
     def run(number: AssumedFloat, *others: Any) -> Any:
         result = operation(number, *others)
-        return AssumedFloat(result, number.note) if isinstance(result, float) else result
+        if isinstance(result, float):
+            return AssumedFloat(result, number.note)
+        if result is not NotImplemented:
+            number.note()
+        return result
 
     return run
 
 
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil"):
-    setattr(AssumedFloat, f"__{_name}__", _listed(getattr(float, f"__{_name}__")))
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs"):
-    setattr(AssumedFloat, f"__{_name}__", _carried(getattr(float, f"__{_name}__")))
+for _name in (
+    "lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "trunc", "floor", "ceil",
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "neg", "abs",
+):  # fmt: skip
+    setattr(AssumedFloat, f"__{_name}__", _of_assumed(getattr(float, f"__{_name}__")))
 
 
 def _holds_nothing(value: Any) -> bool:
@@ -135,17 +139,14 @@ def _holds_nothing(value: Any) -> bool:
 _computes_nothing = cache(computes_nothing)
 
 
-# --- packed sequences: torch's kernels for them read lengths without an operator
-
-
 class _PackedSequences(torch.autograd.Function):
     """Packs padded sequences as torch does (PackedSequence.cpp), given the number of sequences at each time step."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, sizes: list[int], batch_first: bool) -> Tensor:
         """Return the rows of all time steps, concatenated, without padding. `sizes` has the rows per time step."""
-        ctx.shape, ctx.sizes, ctx.batch_first = source.shape, sizes, batch_first
         steps = source.transpose(0, 1) if batch_first else source
+        ctx.shape, ctx.batch_first = steps.shape, batch_first
         parts = [
             steps[first:last, :n].contiguous().view(-1, *steps.shape[2:]) for first, last, n in _runs_of_equal(sizes)
         ]
@@ -153,14 +154,8 @@ class _PackedSequences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradient of the padded input: each row's gradient in its original place, and zeros elsewhere."""
-        (gradient,) = gradients
-        shape = [ctx.shape[1], ctx.shape[0], *ctx.shape[2:]] if ctx.batch_first else ctx.shape
-        out = gradient.new_zeros(shape)
-        offset = 0
-        for step, n in enumerate(ctx.sizes):
-            out[step, :n].copy_(gradient[offset : offset + n])
-            offset += n
+        """Return the gradient of the padded input. It has no values, as no fake tensor has."""
+        out = gradients[0].new_zeros(ctx.shape)
         return (out.transpose(0, 1) if ctx.batch_first else out), None, None
 
 
@@ -201,20 +196,3 @@ def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, size
     """Run an RNN function such as `torch.lstm`. For packed input, replace the tensor `sizes` with its known values."""
     is_packed = isinstance(args[1], (list, tuple))  # the weights; otherwise they come second
     return function(source, values.read(sizes) if is_packed else sizes, *args)
-
-
-def packing(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return replacements for torch's packed-sequence functions that read the sequence lengths from `values`.
-
-    Args:
-        values: The known values of tensors that have no data of their own, such as fake tensors.
-        replaced: Replacements of torch's RNN functions that exist already. They are called instead of the originals.
-    """
-    readers = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
-    for one in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
-        readers[one] = partial(_run, values, replaced.get(one, one))
-    return {one: partial(_without_values, reader, replaced.get(one, one)) for one, reader in readers.items()}
-
-
-def _without_values(reader: Callable[..., Any], function: Callable[..., Any], source: Tensor, *args: Any) -> Any:
-    return function(source, *args) if has_readable_values(source) else reader(source, *args)

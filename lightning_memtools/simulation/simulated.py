@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_memtools._torch import (
-    FakeTensor,
     fake_mode,
     fakes_copied_deeply,
     stores_gradient,
@@ -60,26 +59,10 @@ def _grouped_mm(call: Call) -> Any:
     return call.run(aten.empty_strided.default, shape, strides, dtype=left.dtype, device=left.device)
 
 
-def _skip(call: Call) -> Any:
-    """Skip an in-place foreach operator, since it has no effect on fakes. This halves the time of optimizer steps.
-
-    Operators on step counters are not skipped, since the optimizer needs the values of the counters.
-    """
-    tensors = call.args[0]
-    is_skipped = tensors and isinstance(tensors[0], FakeTensor) and tensors[0].constant is None
-    return None if is_skipped else call.results()
-
-
-_IN_PLACE = (
-    "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "zero", "maximum", "minimum", "clamp_max",
-    "clamp_min", "copy", "pow", "reciprocal", "sign",
-)  # fmt: skip
-_PACKETS = [getattr(aten, f"_foreach_{name}_") for name in _IN_PLACE]
 # Of operators that make other tensors of fakes than of real tensors, whatever device is simulated.
 _FAKE_RULES: dict[Any, Rule] = {
     aten.clone.default: _clone,
     aten._grouped_mm.default: _grouped_mm,
-    **{getattr(one, name): _skip for one in _PACKETS for name in one.overloads()},
 }
 
 
