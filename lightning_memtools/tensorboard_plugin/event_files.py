@@ -108,6 +108,8 @@ class _EventFile:
         from google.protobuf.message import DecodeError  # noqa: PLC0415, TensorBoard's start should not wait for it
         from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415, as above
 
+        if not self._path.is_file():
+            return  # it was deleted, and the run is repeated in another file
         n_bytes = self._path.stat().st_size
         with self._path.open("rb") as file:
             file.seek(self._read)

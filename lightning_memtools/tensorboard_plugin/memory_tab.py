@@ -39,7 +39,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         local = log_dir and "://" not in log_dir and Path(log_dir).expanduser().is_dir()
         self._directory = EventDirectory(Path(log_dir).expanduser()) if local else None
         self._logs = context.data_provider
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_active = False
 
     def get_plugin_apps(self) -> dict[str, Application]:
@@ -57,7 +57,7 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         if not self._is_active and self._directory is not None and self._has_tags():
             self._is_active = True
             # So that the curves are there when the tab is opened.
-            threading.Thread(target=self._read_ahead, daemon=True).start()
+            threading.Thread(target=self._all_runs, daemon=True).start()
         return self._is_active
 
     def _has_tags(self) -> bool:
@@ -74,12 +74,9 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         """Return the tab's name and the path of its JavaScript module."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Memory")
 
-    def _read_ahead(self) -> None:
-        with self._lock:
-            self._all_runs()
-
     def _all_runs(self) -> Mapping[str, LoggedRun]:
-        return {} if self._directory is None else self._directory.read()
+        with self._lock:
+            return {} if self._directory is None else self._directory.read()
 
     def _step(self, run: LoggedRun) -> Any:
         assert self._directory is not None, "it has the run"

@@ -25,24 +25,19 @@ def test_points_and_reports_are_read(tmp_path):
     assert (text.tag, text.step, text.text) == ("memtools/memory_summary", 9, "a report")
 
 
-def test_a_logger_s_prefix_is_taken_off(tmp_path):
-    with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_scalar("mine-loss/train", 0.25, 3)
-    curves = read(tmp_path)["."].curves
-    assert {tag: list(curve.values) for tag, curve in curves.items()} == {"loss/train": [0.25]}
-
-
-def test_what_is_written_later_is_read_later(tmp_path):
+def test_what_is_written_later_is_read_later_without_the_logger_s_prefix(tmp_path):
     directory = EventDirectory(tmp_path)
     with SummaryWriter(str(tmp_path / "run")) as writer:
-        writer.add_scalar("loss/train", 1.0, 0)
+        writer.add_scalar("mine-loss/train", 1.0, 7)
         writer.flush()
-        runs = directory.read()
-        assert list(runs["run"].curves["loss/train"].steps) == [0]
-        writer.add_scalar("loss/train", 0.5, 1)
+        assert list(directory.read()["run"].curves["loss/train"].steps) == [7]
+        writer.add_scalar("mine-loss/train", 0.5, 8)
         writer.flush()
-        runs = directory.read()
-    assert list(runs["run"].curves["loss/train"].steps) == [0, 1]
+        assert list(directory.read()["run"].curves["loss/train"].steps) == [7, 8]
+    for file in (tmp_path / "run").iterdir():
+        file.unlink()
+    write_small_run(tmp_path / "run")  # the same run, from its beginning
+    assert list(directory.read()["run"].curves["loss/train"].steps) == list(range(10))
 
 
 def test_a_record_that_is_half_written_is_read_once_it_is_whole(tmp_path):
