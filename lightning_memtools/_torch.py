@@ -107,6 +107,16 @@ class FakeMaker:
         vars(fake).update(attributes)
         return fake
 
+    def number(self, value: torch.Tensor) -> FakeTensor:
+        """Return a fake scalar with a readable value, like the one that FakeTensorMode makes for `torch.tensor(3)`."""
+        with without_torch_dispatch():
+            kept = value.clone()
+            fake = self(torch.empty((), dtype=kept.dtype, device="meta"), kept.device)
+        fake.constant = kept
+        self._mode.fake_tensor_converter.set_tensor_memo(kept, fake)
+        self._mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
+
 
 # --- modules
 

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_memtools._torch import (
+    LIFT_FRESH,
+    LOCAL_SCALAR,
     FakeMaker,
     FakeTensor,
     FakeTensorMode,
+    OperatorMode,
     OpOverload,
     has_kernel,
     kernels_of_meta_tensors,
@@ -51,11 +54,11 @@ _MOST_KNOWN = 50_000
 _IMAGES = 4  # the dimensions of images
 
 
-class RepeatedFakes:
+class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     """Runs operators on fake tensors: a repeated call gets a fake result with the shape cached from an earlier call.
 
     It caches operators that return new tensors or change only their first argument. Operators that change other
-    arguments or depend on values are left to the FakeTensorMode.
+    arguments or depend on values are left to the FakeTensorMode. It is a mode, too, where no device calls it.
 
     Args:
         fake_mode: The FakeTensorMode, which is active.
@@ -63,14 +66,20 @@ class RepeatedFakes:
     """
 
     def __init__(self, fake_mode: FakeTensorMode, values: KnownValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
         self._values = values
         self._fake = FakeMaker(fake_mode)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return an operator's result for these arguments."""
         if _is_foreach_in_place(func) and args[0] and _note(args[0][0], []):
             return None  # without effect on fakes, but for counters of steps: this halves the time of optimizers' steps
+        if args and not kwargs and (number := self._of_number(func, *args)) is not None:
+            return number
         found = self._values.find(func, args, kwargs)
         if found is not NotImplemented:
             return found
@@ -84,9 +93,7 @@ class RepeatedFakes:
         if known is None:
             out = func(*args, **kwargs)
             if key is not None:
-                if len(_known) >= _MOST_KNOWN:
-                    _known.clear()
-                _known[key] = _described(out, args, kwargs)
+                _remember(key, _described(out, args, kwargs))
         elif known == "the first argument":
             out = args[0]
         else:
@@ -112,6 +119,26 @@ class RepeatedFakes:
             return out
         return self._make((n_samples, n_channels, 1, 1), stride, out.dtype, out.fake_device)
 
+    def _of_number(self, func: Any, first: Any, *others: Any) -> Any:
+        """Return the result of an operator whose first argument is a scalar tensor with a known value; otherwise None.
+
+        Optimizers count their steps in such tensors, one for each parameter. Without this shortcut, counting would
+        often take longer than the rest of the step.
+        """
+        if func is LIFT_FRESH:
+            is_number = type(first) is Tensor and first.shape == () and first.is_cpu and not first.requires_grad
+            return self._fake.number(first) if is_number else None
+        if type(first) is not FakeTensor or first.constant is None:
+            return None
+        if func is LOCAL_SCALAR:
+            with without_torch_dispatch():
+                return first.constant.item()
+        if _is_repeatable(func) and operator_schema(func).is_mutable and {int, float}.issuperset(map(type, others)):
+            with without_torch_dispatch():
+                func(first.constant, *others)
+            return first
+        return None
+
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A fake is a meta tensor underneath, whose kernels for views take a few microseconds.
         with kernels_of_meta_tensors(self._fake_mode):
@@ -132,6 +159,12 @@ class RepeatedFakes:
         with without_torch_dispatch():
             made = torch.empty(one.shape, dtype=one.dtype, device="meta", memory_format=kept)
             return self._fake(made, one.fake_device)
+
+
+def _remember(key: Any, known: Known) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[key] = known
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
