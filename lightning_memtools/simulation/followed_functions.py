@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_memtools._torch import (
     PACK_PADDED,
     PAD_PACKED,
-    has_readable_values,
+    FakeTensor,
     tree_leaves,
     without_dispatch_modes,
 )
 from lightning_memtools.memory.virtual.storages import flat
 from lightning_memtools.null_cuda.launch import computes_nothing
-from lightning_memtools.simulation.known_values import DRAW, RULES, FollowedCall, KnownValues
+from lightning_memtools.simulation.known_values import RULES, FollowedCall, KnownValues
 
 _RANDOM = re.compile("rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|empty|geometric|cauchy")
 _NOT_FOLLOWED = frozenset({Tensor.backward, torch.autograd.grad, torch.autograd.backward, Tensor.requires_grad_})
@@ -39,7 +39,7 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
         original = replaced.get(function, function)
 
         def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (original if has_readable_values(tensor) else read)(tensor, *args, **kwargs)
+            return (read if isinstance(tensor, FakeTensor) else original)(tensor, *args, **kwargs)
 
         return run
 
@@ -47,8 +47,8 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
     readers: dict[Any, Callable[..., Any]] = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
     for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
         readers[layer] = partial(_run, values, replaced.get(layer, layer))
-    for one, read in ((Tensor.numpy, Tensor.numpy), (Tensor.tolist, Tensor.tolist), (Tensor.__array__, Tensor.numpy)):
-        readers[one] = lambda tensor, *_args, read=read, **_kwargs: values.find(read, (tensor,), {})
+    for read in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
+        readers[read] = lambda tensor, *_args, read=read, **_options: values.find(read, (tensor,), {})
     return {function: reader(function, read) for function, read in readers.items()}
 
 
@@ -87,7 +87,7 @@ class FollowedValues(TorchFunctionMode):
         writes = args and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
         written = list(flat(args[0])) if writes else ()  # a list where the function is one of foreach
         known_as = name.strip("_") if name.startswith("__") and name not in RULES else name
-        is_followed = name == DRAW or _RANDOM.search(name) is None
+        is_followed = _RANDOM.search(name) is None
         self._values.follow(FollowedCall(known_as, func, args, kwargs, _holds_nothing, written, is_followed), out)
 
 
@@ -112,7 +112,7 @@ class AssumedFloat(float):
 
 
 def _of_assumed(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of float: a float that it returns is assumed too, and another result, such as a bool, is noted."""
+    """Wrap a method of float. A float that it returns becomes an AssumedFloat, and other results are noted."""
 
     def run(number: AssumedFloat, *others: Any) -> Any:
         result = operation(number, *others)
@@ -154,7 +154,7 @@ class _PackedSequences(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradient of the padded input. It has no values, as no fake tensor has."""
+        """Return a gradient with the shape of the padded input. Fake tensors have no values, so it is all zeros."""
         out = gradients[0].new_zeros(ctx.shape)
         return (out.transpose(0, 1) if ctx.batch_first else out), None, None
 

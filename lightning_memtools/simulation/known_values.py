@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,28 +144,25 @@ class KnownValues:
             return  # as nearly all: nothing is written, and nothing known
         written = [one for at, key in places for one in flat(args[at] if at < len(args) else kwargs.get(key))]
         # A real tensor that the step writes to belongs to the user, and keeps its values.
-        is_followed = (name == DRAW or not is_random) and all(isinstance(tensor, FakeTensor) for tensor in written)
+        is_followed = not is_random and all(isinstance(tensor, FakeTensor) for tensor in written)
         self.follow(FollowedCall(name, func, args, kwargs, torch.is_tensor, written, is_followed), out)
 
     def follow(self, call: FollowedCall, out: Any) -> None:
         """Repeat a call with real tensors in place of its fake arguments, to find the values of its result `out`."""
         tensors, made = given_tensors(call.args, call.kwargs), list(flat(out))
-        values = self.of_all(tensors)
-        is_guess = values is None and call.name in _OF_ONES
-        known = [tensor for tensor in tensors if values is not None or self.of(tensor) is not None]
-        kept = set() if call.name == DRAW else set(map(_key_of, known))
+        values = [self.of(tensor) for tensor in tensors]
+        is_guess = call.name in _OF_ONES and any(value is None for value in values)
+        kept = {_key_of(tensor) for tensor, value in zip(tensors, values, strict=True) if value is not None}
         new = [_key_of(tensor) not in kept for tensor in made]
         is_small = not any(is_new and is_too_large(tensor) for tensor, is_new in zip(made, new, strict=True))
         computed = None
         if call.is_followed and is_small and (tensors or call.name in FACTORIES):
-            given = self._stand_ins(call, tensors, made) if values is None else values
-            func = _just_below if call.name == DRAW else call.func
-            computed = None if given is None else on_host(func, call.args, call.kwargs, given)
+            computed = _computed(call, tensors, values, made)
         if computed is None:
             for tensor in call.written:
                 self._twins.pop(_key_of(tensor), None)
             return
-        is_assumed = is_guess or call.name == DRAW or any(map(self.is_assumed, tensors))
+        is_assumed = is_guess or any(map(self.is_assumed, tensors))
         for tensor, real, is_new in zip(made, flat(computed), new, strict=False):
             # Of what is assumed, only flags and indices are kept: a mask made of numbers selects everything.
             if not is_new or tensor.shape != real.shape or real.is_cuda or (is_guess and real.is_floating_point()):
@@ -174,19 +172,6 @@ class KnownValues:
             elif any(map(call.holds_nothing, tensors)):  # a copy in host memory
                 with torch.no_grad():
                     tensor.copy_(real)
-
-    def _stand_ins(self, call: FollowedCall, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor] | None:
-        """Return the values of a call's tensors, with ones for unknown ones; None if the result is unknown."""
-        values = [self.of(tensor) for tensor in tensors]
-        overwrites = call.name in _OVERWRITING and all(one is not None for one in values[1:])
-        if not overwrites and (not _is_of_ones(call, made) or any(one.numel() > _MOST_INTEGERS for one in tensors)):
-            return None
-        with without_dispatch_modes(), torch.no_grad():
-            ones = [torch.ones((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
-            return [
-                value if value is not None else one.clone() if call.written else one
-                for value, one in zip(values, ones, strict=True)
-            ]
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor's values in host memory. Unknown values are assumed to be 1; see `assumed`."""
@@ -355,7 +340,7 @@ def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
 
 
 def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
-    """Return the result of `lstsq` with CUDA's only driver, "gels", which gives no rank and no singular values."""
+    """Return fakes of the results of `lstsq`. As with CUDA's only driver, rank and singular values are empty."""
     left, right = call.args[:2]
     if not isinstance(left, FakeTensor):  # PyTorch's own code runs
         return NotImplemented
@@ -381,8 +366,59 @@ def _apart(boxes: Tensor) -> Tensor:
     return corners.to(boxes.dtype)
 
 
+def _drawn(values: KnownValues, call: FollowedCall) -> Any:
+    """Run `uniform_`. Assume a single number to be just below its bound, so that `int(x.uniform_(0, n))` is below n."""
+    drawn, *bounds = call.args
+    if drawn.numel() != 1 or values.of(drawn) is drawn:  # a real tensor keeps what is drawn
+        return NotImplemented
+    high = bounds[1] if len(bounds) > 1 else call.kwargs.get("to", 1.0)
+    out = call.func(*call.args, **call.kwargs)
+    known = values.of(out)
+    with without_dispatch_modes(), torch.no_grad():
+        real = (_ones(out) if known is None else known).fill_(high - torch.finfo(out.dtype).eps * abs(high))
+    values.know(out, real, is_assumed=True)
+    return out
+
+
+# What is computed of values that are not known.
+
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_OF_ONES = _COMPARISONS | {"isnan", "isinf", "isposinf", "isneginf", "isfinite", "argmax", "argmin", "topk", "sort"}
+_ZEROS = {"zeros_like", "new_zeros", "zero_"}
+# Whatever their first argument holds.
+_OVERWRITING = _ZEROS | {"ones_like", "new_ones", "full_like", "new_full", "fill_", "copy_"}
+
+
+def _computed(
+    call: FollowedCall, tensors: Sequence[Tensor], values: Sequence[Tensor | None], made: Sequence[Tensor]
+) -> Any:
+    """Return a call's result, computed on the CPU; None if it is not known.
+
+    Args:
+        call: The call.
+        tensors: The tensors among the call's arguments.
+        values: The values of each of these; None if they are not known. They count as ones where that is assumed.
+        made: The tensors of the result, which have no values.
+    """
+    if any(value is None for value in values):
+        if call.name in _ZEROS and made[0].numel():
+            # Unlike torch.zeros it writes nothing: the zeros of an optimizer's state take no time and no memory.
+            with without_dispatch_modes():
+                return torch.from_numpy(np.zeros(made[0].nbytes, np.uint8)).view(made[0].dtype).view(made[0].shape)
+        overwrites = call.name in _OVERWRITING and all(value is not None for value in values[1:])
+        if not overwrites and (not _is_of_ones(call, made) or any(one.numel() > _MOST_INTEGERS for one in tensors)):
+            return None
+    with without_dispatch_modes():
+        ones = _ones if call.written else lambda one: torch.ones((), dtype=one.dtype).expand(one.shape)
+        given = [ones(tensor) if value is None else value for tensor, value in zip(tensors, values, strict=True)]
+    return on_host(call.func, call.args, call.kwargs, given)
+
+
 def _is_of_ones(call: FollowedCall, made: Sequence[Tensor]) -> bool:
-    """Return whether a call's result is assumed to be that of ones. The result of a comparison mostly is not known."""
+    """Return whether a call's result is assumed to be that of ones.
+
+    Of comparisons, it is that of floats with themselves, with infinity, or with a single result.
+    """
     if call.name not in _COMPARISONS:
         return call.name in _OF_ONES
     first, second = call.args[:2]
@@ -391,18 +427,6 @@ def _is_of_ones(call: FollowedCall, made: Sequence[Tensor]) -> bool:
     return second is first or made[0].numel() == 1 or (isinstance(second, float) and math.isinf(second))
 
 
-def _just_below(drawn: Tensor, _low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor | None:
-    """Take a number from an interval to be just below its end, so that `int(uniform_(0, n))` chooses one of n."""
-    return drawn.fill_(high - torch.finfo(drawn.dtype).eps * abs(high)) if drawn.numel() == 1 else None
-
-
-DRAW = "uniform_"
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-_OF_ONES = _COMPARISONS | {"isnan", "isinf", "isposinf", "isneginf", "isfinite", "argmax", "argmin", "topk", "sort"}
-# Whatever their first argument holds.
-_OVERWRITING = {
-    "zeros_like", "new_zeros", "zero_", "ones_like", "new_ones", "full_like", "new_full", "fill_", "copy_", DRAW,
-}  # fmt: skip
 _DIFFER = partial(_shaped, _all_differ, "values that are not known all differ")
 RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
     **dict.fromkeys(("internal local_scalar_dense", "item", "tolist", "numpy"), _read),
@@ -419,6 +443,7 @@ RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
     "internal ctc_loss": _ctc_loss,
     "internal ctc_loss_backward": lambda _values, call: torch.empty_like(call.args[1]),
     "linalg_lstsq": _least_squares,
+    "uniform_": _drawn,
     # Of boxes that overlap, the best ones: all are apart.
     "nms": partial(_shaped, _apart, "no boxes overlap"),
 }

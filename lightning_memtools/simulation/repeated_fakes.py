@@ -58,7 +58,8 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     """Runs operators on fake tensors: a repeated call gets a fake result with the shape cached from an earlier call.
 
     It caches operators that return new tensors or change only their first argument. Operators that change other
-    arguments or depend on values are left to the FakeTensorMode. It is a mode, too, where no device calls it.
+    arguments or depend on values are left to the FakeTensorMode. A VirtualDevice calls `run`; without one, enter
+    the mode.
 
     Args:
         fake_mode: The FakeTensorMode, which is active.
@@ -106,7 +107,7 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return an operator's result, but if it is elementwise and the images have one pixel, make it contiguous.
+        """Return `out`, the result of an operator. Make it contiguous if it is elementwise, and images of one pixel.
 
         Real kernels return such images contiguous (TensorIterator.cpp). If they had channels-last strides, an
         operator that enlarges them would also return a channels-last tensor.
@@ -182,8 +183,10 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @cache
 def _is_foreach_in_place(func: Any) -> bool:
     """Return whether an operator does nothing but change each tensor of a list."""
-    is_foreach = isinstance(func, OpOverload) and str(func).startswith("aten._foreach_")
-    return is_foreach and not operator_schema(func).returns
+    if not isinstance(func, OpOverload):
+        return False
+    schema = operator_schema(func)
+    return schema.name.startswith("aten::_foreach_") and not schema.returns
 
 
 @cache
