@@ -94,9 +94,9 @@ class LoggedRun:
 
 
 class _EventFile:
-    """An event file, for TensorBoard's DirectoryWatcher. Each record is framed by its length and two checksums.
+    """Reads one event file. TensorBoard's DirectoryWatcher creates it, and calls `Load` again when the file grows.
 
-    TensorBoard's own loader computes the checksums in Python, which takes most of the 10 s for 250,000 points.
+    TensorBoard's own loader computes checksums in Python, which takes most of the 10 s for 250,000 points.
     """
 
     def __init__(self, path: str) -> None:
@@ -104,7 +104,7 @@ class _EventFile:
         self._read = 0
 
     def Load(self) -> Iterator[Any]:  # noqa: N802, TensorBoard's name
-        """Yield the events that were added since the last call. Damage ends the file, and so does half an event."""
+        """Yield the events that were added since the last call. Stop at a damaged event, or one not fully written."""
         from google.protobuf.message import DecodeError  # noqa: PLC0415, TensorBoard's start should not wait for it
         from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415, as above
 
@@ -152,11 +152,13 @@ class EventDirectory:
                 events = directory_watcher.DirectoryWatcher(folder, _EventFile, io_wrapper.IsSummaryEventsFile)
                 self._runs[name] = LoggedRun(name), events
             run, events = self._runs[name]
+            run.notes.clear()
             try:
                 for event in events.Load():
                     run.add(event)
-            except OSError as error:
-                run.notes = [f"An event file cannot be read ({error.strerror}): what follows is not shown."]
+            except Exception as error:  # noqa: BLE001, whatever TensorBoard raises must not hide the other runs
+                run.notes.append(f"An event file cannot be read ({type(error).__name__}): what follows is not shown.")
+            run.texts.sort(key=lambda text: text.time)
         return {name: run for name, (run, _) in sorted(self._runs.items()) if run.curves or run.texts}
 
 

@@ -22,6 +22,7 @@ from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
+_respond: Callable[..., wrappers.Response] = http_util.Respond
 Application = Callable[[Any, Any], Iterable[bytes]]
 
 
@@ -45,9 +46,12 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     def get_plugin_apps(self) -> dict[str, Application]:
         """Return a dict from each URL path to the WSGI application that answers it."""
         apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
-        views = {"/run": run_view, "/reports": reports_of, "/step": self._step}
-        apps |= {path: self._answer(partial(self._of_run, view)) for path, view in views.items()}
-        return apps | {"/runs": self._answer(lambda _request: runs_view(self._all_runs()))}
+        return apps | {
+            "/runs": self._answer(self._runs),
+            "/run": self._answer(partial(self._of_run, run_view)),
+            "/reports": self._answer(partial(self._of_run, reports_of)),
+            "/step": self._answer(self._step),
+        }
 
     def is_active(self) -> bool:
         """Return True if any run has scalars or text that this library logged.
@@ -78,26 +82,33 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         with self._lock:
             return {} if self._directory is None else self._directory.read()
 
-    def _step(self, run: LoggedRun) -> Any:
+    def _runs(self, _request: wrappers.Request) -> Any:
+        with self._lock:  # a view must not read runs to which another request adds points
+            return runs_view(self._all_runs())
+
+    def _of_run(self, view: Callable[[LoggedRun], Any], request: wrappers.Request) -> Any:
+        with self._lock:
+            return view(self._named(request))
+
+    def _step(self, request: wrappers.Request) -> Any:
+        run = self._named(request)
         assert self._directory is not None, "it has the run"
         # The run's name comes from the directories that were found, not from the request.
         return step_view(self._directory.log_dir / run.name)
 
-    def _of_run(self, view: Callable[[LoggedRun], Any], request: wrappers.Request) -> Any:
+    def _named(self, request: wrappers.Request) -> LoggedRun:
         name = request.args.get("run", "")
         # A name is only looked up and never made into a path.
         run = self._all_runs().get(name)
         if run is None:
             text = f"No run {name[:200]!r} with points of lightning_memtools in this log directory."
-            raise NotFound(response=_respond(request, text, "text/plain", 404))
-        return view(run)
+            raise NotFound(response=_respond(request, text, "text/plain", code=404))
+        return run
 
     def _answer(self, view: Callable[[wrappers.Request], Any]) -> Application:
         @wrappers.Request.application
         def application(request: wrappers.Request) -> wrappers.Response:
-            with self._lock:  # a request must not read runs that another adds to
-                answer = view(request)
-            return _respond(request, json.dumps(answer, allow_nan=False), "application/json", 200)
+            return _respond(request, json.dumps(view(request), allow_nan=False), "application/json")
 
         return application
 
@@ -105,11 +116,6 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
     def _static(path: Path) -> Application:
         @wrappers.Request.application
         def application(request: wrappers.Request) -> wrappers.Response:
-            return _respond(request, path.read_bytes(), _TYPES[path.suffix], 200)
+            return _respond(request, path.read_bytes(), _TYPES[path.suffix])
 
         return application
-
-
-def _respond(request: wrappers.Request, content: str | bytes, content_type: str, code: int) -> wrappers.Response:
-    response: wrappers.Response = http_util.Respond(request, content, content_type, code=code)
-    return response
