@@ -302,7 +302,7 @@ DispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def saved_tensors_of(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an autograd node has saved, except those with hooks and those that were freed.
+    """Yield the tensors that an autograd node has saved, except freed ones and those packed by saved-tensor hooks.
 
     Only nodes of functions defined in Python have `node.saved_tensors`. This can go once every node has it.
     """
@@ -437,9 +437,9 @@ KEEPS_CUBLAS_WORKSPACES = torch.__version__ < "2.15"
 
 
 def attach_cuda_oom_observer(observer: Callable[[int, int, int, int], object]) -> None:
-    """Make the CUDA allocator call an observer before it raises an out-of-memory error; torch has no public hook.
+    """Make the CUDA allocator call `observer` before it raises an out-of-memory error.
 
-    The observer cannot be detached.
+    torch has no public hook for this. The observer cannot be detached.
 
     Raises:
         RuntimeError: The allocator is not torch's own.
@@ -499,7 +499,7 @@ def reduces_over(wrapper: nn.parallel.DistributedDataParallel, group: Any) -> It
 
 
 def expect_gradients(wrapper: nn.parallel.DistributedDataParallel) -> None:
-    """Make DDP average the gradients of the next backward pass, even without a forward pass through DDP before it."""
+    """Make DDP average the gradients of the next backward pass, even if no forward pass went through DDP before."""
     wrapper.reducer.prepare_for_backward([])
 
 
@@ -610,7 +610,7 @@ def free_gathered_parameters(model: nn.Module) -> bool:
 
 @contextmanager
 def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Return a context manager that removes the hooks with which FSDP (`fully_shard`) gathers and frees parameters.
+    """Context manager: remove the hooks with which FSDP (`fully_shard`) gathers and frees parameters.
 
     There is no public API for this: hooks can only be removed by the code that added them.
     """

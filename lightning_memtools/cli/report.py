@@ -36,7 +36,7 @@ def _add_output(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _report(chosen: argparse.Namespace) -> None:
-    """Write an HTML page about the runs in a log directory. Raise UsageError if there is no directory or no run."""
+    """Write an HTML page about the runs in a directory. Raise UsageError if there is no directory, or no run in it."""
     from lightning_memtools.tensorboard_plugin.event_files import EventDirectory  # noqa: PLC0415, --help needs none
     from lightning_memtools.tensorboard_plugin.report_html import report_html  # noqa: PLC0415, as above
 

@@ -305,7 +305,7 @@ class VirtualDevice:
 
     @property
     def simulated(self) -> bool:
-        """True, because the memory of this device is simulated."""
+        """Always True: the memory of this device is simulated."""
         return True
 
     def stats(self) -> MemoryStats:
@@ -467,7 +467,7 @@ def _size_of(option: str, size: str | int) -> int:
 
 
 def _fall_silent_in_fork() -> None:
-    """Deactivate the device in a forked process, such as a DataLoader worker, whose tensors are host memory."""
+    """Deactivate the device in a forked process, such as a DataLoader worker: its tensors are in host memory."""
     while _active:
         _active[0].reset_in_fork()
     _here.mode = None
