@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from lightning_memtools.memory.scalars import (
     over_ranks,
     phase_scalars,
 )
-from lightning_memtools.memory.sizes import format_share, format_size, to_gib
+from lightning_memtools.memory.sizes import format_size, to_gib
 from lightning_memtools.memory.stats import MemoryReader, MemoryStats
 from lightning_memtools.reporting.memory_summary import MemorySummary
 from lightning_memtools.reporting.ranks import PATIENCE_S, RankPosts
@@ -225,7 +224,7 @@ class MemoryRun:
         if isinstance(reader, CudaReader):
             remarks.append(f"Other processes on the device: {in_words(other_gpu_processes(reader.index))}.")
         title = f"{'Memory peaks' if peaks else 'Memory'} on {self._name}{capacity}{ranks}, during {self.call}"
-        remarks += [*filter(None, (*events, self.shortcoming)), *_highest_in_words(peaks, now.capacity)]
+        remarks += filter(None, (*events, self.shortcoming))
         return MemorySummary(title, peaks, now.capacity, remarks)
 
     def close(self) -> None:
@@ -237,16 +236,6 @@ class MemoryRun:
     def _peak_sizes(self) -> dict[str, list[int | None]]:
         peaks = {} if self._stages is None else self._stages.peaks
         return {stage: [peak.allocated, peak.reserved] for stage, peak in peaks.items()}
-
-
-def _highest_in_words(peaks: Mapping[Stage, StagePeak], capacity: int | None) -> list[str]:
-    """Return a list with one sentence that states the highest peak; empty if no peak is known."""
-    known = [(peak.reserved, stage) for stage, peak in peaks.items() if peak.reserved is not None]
-    if not known:
-        return []
-    highest, stage = max(known, key=itemgetter(0))
-    share = f" of {format_size(capacity)} ({format_share(highest, capacity)})" if capacity else ""
-    return [f"Highest peak: {format_size(highest)}{share} reserved, in {stage}."]
 
 
 def _highest_peaks(by_rank: Sequence[Mapping[str, Sequence[int | None]] | None]) -> dict[Stage, StagePeak]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import platform
 import time
 import warnings
 from collections import deque
@@ -12,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 from torch import distributed
 
 from lightning_memtools._torch import default_process_group_store, replaced_collectives
@@ -32,8 +28,6 @@ _KEPT = 16
 
 _LONGEST_PAUSE_S = 0.05
 _LATEST = "latest"
-# A process that was killed cannot say that it ends; nobody need wait for it.
-_PROCESS = "lightning_memtools/process of rank {}"
 
 
 def with_store(use: Callable[[Any], T]) -> T | None:
@@ -59,29 +53,8 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 def _key_of(name: str, rank: int) -> str | None:
     """Return a new store key; None without a store. The n-th call with a name returns the same key on all ranks."""
-    with_store(lambda store: store.set(_PROCESS.format(rank), pickle.dumps((_process_table(), os.getpid()))))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
-
-
-def _process_table() -> str:
-    """Return a string that is the same for all processes in one PID namespace (a machine or a container)."""
-    try:
-        return f"{platform.node()} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:  # no Linux
-        return platform.node()
-
-
-def has_died(rank: int) -> bool:
-    """Return True if a rank's process has ended; False if this is unknown, as for ranks on other machines."""
-    written = _stored(_PROCESS.format(rank))
-    table, pid = pickle.loads(written) if written else ("", 0)  # noqa: S301, written by this program's other ranks
-    if table != _process_table():
-        return False
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.Error as error:
-        return isinstance(error, psutil.NoSuchProcess)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +157,7 @@ class RankPosts:
             return [latest]
         end = time.monotonic() + (patience_s if self._waiting or latest is not None else 0.0)
         while time.monotonic() < end:
-            if all(theirs.has_ended or has_died(rank) for rank, theirs in enumerate(self.read())):
+            if all(theirs.has_ended for theirs in self.read()):
                 break
             time.sleep(0.005)
         posted = self.read()
@@ -264,8 +237,6 @@ class RankGather:
             self._lost -= received.keys()
             silent = posted.keys() - received.keys() - self._lost
             late = {rank for rank in silent if not posted[rank].has_ended}
-            if pause_s == _LONGEST_PAUSE_S:
-                late = {rank for rank in late if not has_died(rank)}
             if not late or time.monotonic() > end:
                 self._lost |= late
                 return received

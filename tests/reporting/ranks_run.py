@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -39,21 +38,5 @@ def main(store: str) -> None:
     impatient.close()
 
 
-def rank_1_dies(store: str) -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=GROUP)
-    gather, points = RankGather(GROUP), RankPosts("the test")
-    distributed.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    assert gather.objects("alone") == ["alone"]
-    assert points.finish(patience_s=GROUP.total_seconds(), latest={"mine": 1}) == [{"mine": 1}, None]
-    assert time.monotonic() - begin < GROUP.total_seconds()
-    sys.stdout.write("did not wait\n")
-    sys.stdout.flush()
-    os._exit(0)  # past gloo, which misses its other rank
-
-
 if __name__ == "__main__":
-    (rank_1_dies if "dies" in sys.argv else main)(sys.argv[1])
+    main(sys.argv[1])
