@@ -129,7 +129,7 @@ class DoctorRun:
             log_scalars(trainer, {"memory/leaks": float(n_leaks)}, training_step(trainer))
         if new and not self._raises:
             names = ", ".join(dict.fromkeys(finding.check for finding in new))
-            print_on_console(console_table(self.report.table(new)))
+            print_on_console(console_table(DoctorReport(tuple(new)).table()))
             number = counted(len(new), "serious mistake", "serious mistakes")
             warnings.warn(f"TrainingDoctor found {number}: {names}. See the table.", FindingWarning, stacklevel=2)
         return new

@@ -35,11 +35,6 @@ class Finding:
     effect: str
     fix: str
 
-    @property
-    def is_serious(self) -> bool:
-        """True if the severity is "warning" or "error"."""
-        return self.severity != "info"
-
     def __str__(self) -> str:
         return f"{self.check} ({self.severity}), {self.place}: {self.evidence} {self.effect} Fix: {self.fix}"
 
@@ -67,13 +62,12 @@ class DoctorReport:
     @property
     def serious(self) -> tuple[Finding, ...]:
         """The findings that are warnings or errors."""
-        return tuple(finding for finding in self.findings if finding.is_serious)
+        return tuple(finding for finding in self.findings if finding.severity != "info")
 
-    def table(self, findings: Sequence[Finding] | None = None) -> Table:
-        """Return the given findings as a table with one row each; with None, all findings of the report."""
+    def table(self) -> Table:
+        """Return the findings as a table with one row each."""
         rows = [
-            (one.severity, f"{one.check}, {one.place}: {one.evidence} {one.effect}", one.fix)
-            for one in (self.findings if findings is None else findings)
+            (one.severity, f"{one.check}, {one.place}: {one.evidence} {one.effect}", one.fix) for one in self.findings
         ]
         return Table(("severity", "evidence and effect", "fix"), rows, align="lll")
 

@@ -16,7 +16,6 @@ from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.leaks.holder_search import names_of_run
 from lightning_memtools.memory.leaks.holders import all_tensors, find_holder, is_a
 from lightning_memtools.memory.nested_tensors import tensors_in
-from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import counted
 
 # So many nodes next to the loss are marked in each step: an output that is kept is near it.
@@ -43,16 +42,13 @@ def retained_graphs(case: TrainingCase, _: Any) -> list[Finding]:
     earlier = case.marks[:-2]
     if len(earlier) < _IN_A_ROW or any(mark() is None for mark in earlier[-_IN_A_ROW:]):
         return []
-    place, through = _holder_of_graphs(case)
-    evidence = (
-        f"The autograd graphs of {sum(mark() is not None for mark in earlier)} of {len(earlier)} earlier steps are "
-        f"alive at step {len(case.marks)}{through}."
-    )
-    return [finding("retained_graphs", place, evidence)]
+    n_alive = sum(mark() is not None for mark in earlier)
+    evidence = f"The autograd graphs of {n_alive} of {len(earlier)} earlier steps are alive at step {len(case.marks)}."
+    return [finding("retained_graphs", _holder_of_graphs(case), evidence)]
 
 
-def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
-    """Return the name of the variable or attribute that holds old graphs, and a phrase on the tensors it holds."""
+def _holder_of_graphs(case: TrainingCase) -> str:
+    """Return the name of the variable or attribute that holds old graphs."""
     held = [
         tensor
         for tensor in all_tensors()
@@ -64,13 +60,11 @@ def _holder_of_graphs(case: TrainingCase) -> tuple[str, str]:
         )
     ]
     if not held:
-        return "an object that Python's garbage collector does not see", ""
+        return "an object that Python's garbage collector does not see"
     newest = max(held, key=lambda tensor: node_sequence_number(tensor.grad_fn))
     others = [one for one in case.others if not is_a(one, FunctionType)]  # these have better names of their own
     holder = find_holder(newest, names_of_run(case.model, [*others, case.stop_at]), ignore=(held,))
-    place = "a local variable" if holder is None else f"{holder.container_path}{holder.place}"
-    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
-    return place, f", held through {counted(len(held), 'tensor', 'tensors')} with {format_size(n_bytes)}"
+    return "a local variable" if holder is None else f"{holder.container_path}{holder.place}"
 
 
 def evaluation_graphs(outputs: Any) -> list[Finding]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import platform
 import time
 import warnings
 from collections import deque
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import psutil
 from torch import distributed
 
 from lightning_memtools._torch import default_process_group_store, replaced_collectives
@@ -28,6 +31,7 @@ _KEPT = 16
 
 _LONGEST_PAUSE_S = 0.05
 _LATEST = "latest"
+_PROCESS = "lightning_memtools/process of rank {}"
 
 
 def with_store(use: Callable[[Any], T]) -> T | None:
@@ -53,8 +57,15 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 def _key_of(name: str, rank: int) -> str | None:
     """Return a new store key; None without a store. The n-th call with a name returns the same key on all ranks."""
+    with_store(lambda store: store.set(_PROCESS.format(rank), f"{platform.node()} {os.getpid()}"))
     n = with_store(lambda store: store.add(f"lightning_memtools/{name}/made by rank {rank}", 1))
     return None if n is None else f"lightning_memtools/{name}/{n}"
+
+
+def has_died(rank: int) -> bool:
+    """Return True if a rank's process on this machine was killed, so that it could not say that it ends."""
+    node, _, pid = (_stored(_PROCESS.format(rank)) or b"").decode().rpartition(" ")
+    return node == platform.node() and not psutil.pid_exists(int(pid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +168,7 @@ class RankPosts:
             return [latest]
         end = time.monotonic() + (patience_s if self._waiting or latest is not None else 0.0)
         while time.monotonic() < end:
-            if all(theirs.has_ended for theirs in self.read()):
+            if all(theirs.has_ended or has_died(rank) for rank, theirs in enumerate(self.read())):
                 break
             time.sleep(0.005)
         posted = self.read()
@@ -236,7 +247,7 @@ class RankGather:
             received = {rank: theirs.values[label] for rank, theirs in posted.items() if label in theirs.values}
             self._lost -= received.keys()
             silent = posted.keys() - received.keys() - self._lost
-            late = {rank for rank in silent if not posted[rank].has_ended}
+            late = {rank for rank in silent if not posted[rank].has_ended and not has_died(rank)}
             if not late or time.monotonic() > end:
                 self._lost |= late
                 return received

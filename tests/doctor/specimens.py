@@ -68,14 +68,14 @@ def found(
 
 def only(findings: list[Finding], check: str) -> Finding:
     """The single finding of a check, among findings of which no other is serious."""
-    others = [finding for finding in findings if finding.is_serious and finding.check != check]
+    others = [finding for finding in findings if finding.severity != "info" and finding.check != check]
     assert not others, [str(other) for other in others]
     (one,) = [finding for finding in findings if finding.check == check]
     return one
 
 
 def serious(findings: list[Finding]) -> list[str]:
-    return [str(finding) for finding in findings if finding.is_serious]
+    return [str(finding) for finding in findings if finding.severity != "info"]
 
 
 def doctored(root: Any, model: Any, data: Any, **options: Any) -> list[Any]:
