@@ -120,10 +120,8 @@ def is_due(trainer: Trainer, every_n_steps: int | None) -> bool:
 
     Args:
         trainer: The Trainer.
-        every_n_steps: The interval; None stands for the Trainer's `log_every_n_steps`.
+        every_n_steps: The interval; None stands for the Trainer's `log_every_n_steps`, where 0 means never.
     """
     interval = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
-    if interval == 0 or is_accumulating(trainer):  # log_every_n_steps=0 means never
-        return False
     step = training_step(trainer)
-    return (step + 1) % interval == 0 or step in FIRST_STEPS
+    return interval > 0 and ((step + 1) % interval == 0 or step in FIRST_STEPS) and not is_accumulating(trainer)

@@ -44,9 +44,10 @@ class MeanCurves:
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a value with a weight to the next point of the curve `name`, without waiting for the device."""
-        # A product is a copy: the tensor may be written again (in place, or as a CUDA graph's output).
-        weighted = value.detach().reshape(()).float() * weight
-        self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
+        value = value.detach().reshape(()) if value.dim() else value.detach()
+        if name not in self._sums:
+            self._sums[name] = torch.zeros_like(value, dtype=torch.float32)
+        self._sums[name].add_(value, alpha=weight)
         self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def clear(self) -> None:
