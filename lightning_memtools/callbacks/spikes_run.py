@@ -64,7 +64,7 @@ class SpikesRun:
         Raises:
             LossSpikeError: The step has a spike, and `max_actions` others were already skipped or rolled back.
         """
-        options, loss, norm = self._options, step.reading.worst_loss, step.reading.norm
+        options, loss, norm = self._options, step.worst_loss, step.norm
         index = next((i for i, each in enumerate(self._trainer.optimizers) if each is step.optimizer), 0)
         loss_spike = self._windows[index, "loss"].judge(loss)
         norm_spike = self._windows[index, "norm"].judge(norm)

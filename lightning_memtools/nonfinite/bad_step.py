@@ -47,7 +47,6 @@ class BadStep:
     huge: str = ""  # the matrix of weights that a step before has made too large, if there is one, and its size
     suspects: tuple[str, str] = ("", "")  # what of the last update can have made bad weights, and what to do
     scaler: str = ""  # what the gradient scaler did, where that is the reason
-    late: bool = False  # whether the step was decided late
     unrestored: tuple[str, ...] = ()  # the names of what could not be restored
     # --- the cause: inferred, until a rerun of the step has found the operation
     cause: NonFiniteCause = NonFiniteCause.UNKNOWN
@@ -85,11 +84,10 @@ class BadStep:
         return cls(
             step=step.number,
             batches=tuple(micro.index for micro in step.micro),
-            losses=tuple(zip(indices, step.reading.losses, strict=False)),
-            norm=step.reading.norm,
+            losses=tuple(zip(indices, step.read_losses, strict=False)),
+            norm=step.norm,
             gradients=step.gradients,
             scaler=step.scaler,
-            late=step.late,
         )
 
     @property
@@ -152,8 +150,6 @@ class BadStep:
             text = "the update was not applied, but weights or buffers were bad before this step"
         if self.unrestored:
             text += f", except {first_of(self.unrestored)}, which this step wrote and of which there was no copy"
-        if self.late:
-            text += ". This was read one step late: data loaders, random numbers and other callbacks are one step ahead"
         return f"{text}. Other attributes of the module are as the step left them."
 
     @property

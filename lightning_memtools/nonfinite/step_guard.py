@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ from lightning_memtools.nonfinite.guarded_step import (
     GuardedStep,
     MicroBatch,
     PastStep,
-    StepReading,
     do_nothing,
     undivided_loss,
 )
@@ -49,25 +47,7 @@ class ReadingWatch:
     """A function that is called with each step without NaN or Inf, and may prevent the step's update."""
 
     decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
-    read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
-
-
-class Verdict(Enum):
-    """The possible decisions on a step that was checked for NaN and Inf."""
-
-    GOOD = auto()  # its update is made
-    LEFT_TO_SCALER = auto()  # the gradient scaler skips its update, as is normal at first
-    SKIP = auto()  # its update is held back, and training goes on
-    HALT = auto()  # its update is held back, and training ends
-
-
-def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: True while skips by the gradient scaler are normal."""
-    if not bad_loss and not bad_gradient:
-        return Verdict.GOOD
-    if is_scaler_normal and not bad_loss:
-        return Verdict.LEFT_TO_SCALER
-    return Verdict.SKIP if skips_left > 0 else Verdict.HALT
+    read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back
 
 
 class ExchangedError(RuntimeError):
@@ -123,20 +103,21 @@ class StepGuard:
         self._flag: UpdateFlag | None = None
         self._is_fused: dict[Optimizer, bool] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
-        self._number, self._batch, self._n_updates = 0, MicroBatch(0, None), 0  # those of the present batch
+        self._number, self._n_updates = 0, 0  # those of the present batch
+        self._batch: tuple[int, Any, RandomState | None] = (0, None, None)  # its index, what is in it, the streams
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
         self._to_skip: Optimizer | None = None
         self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Store a batch before its forward pass. With `first`, it is the first micro-batch of the step `number`."""
-        kept, streams = self._batches.keep(batch), RandomState.now() if self._records else None
-        micro = MicroBatch(batch_idx, kept, streams, is_copied=self._batches.copies)
-        self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
+        streams = RandomState.now() if self._records else None
+        self._batch = batch_idx, self._batches.keep(batch), streams
+        self._number, self._n_updates, step = number, 0, self._step
         if first or step is None or not step.losses():
             step = self._open()
         else:
-            step.micro.append(micro)
+            step.micro.append(self._micro())
         if self._flag is not None or len(step.micro) > 1:
             undecided = () if self._flag is None else self._flag.undecided()
             held = [micro for each in (*undecided, step) for micro in each.micro]
@@ -145,7 +126,7 @@ class StepGuard:
 
     def end_batch(self) -> None:
         """Drop this guard's own reference to the batch. The current step keeps the batch until the step is checked."""
-        self._batch = MicroBatch(self._batch.index, None)
+        self._batch = self._batch[0], None, None
         self._batches.end_batch()
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
@@ -165,8 +146,6 @@ class StepGuard:
         """
         self._has_exchanged = False
         try:
-            if self.failure:
-                raise RuntimeError(self.failure)  # noqa: TRY301, handled like a failure here
             return self._check(optimizer, scaler=scaler, reopen=reopen)
         except Exception as error:
             if not self.exchanges or self._has_exchanged:  # if after it, the others learn it in the next step
@@ -187,7 +166,7 @@ class StepGuard:
             bad = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
         if bad is None and reopen:
             self._n_updates += 1
-            self._open().restore_loop = None  # to be set when the update has been made
+            self._open()
         return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
@@ -202,8 +181,7 @@ class StepGuard:
 
     def undo(self, bad: GuardedStep) -> tuple[str, ...]:
         """Restore buffers, optimizer settings and the caller's counters. Return the names of what was not restored."""
-        for step in reversed((bad, *bad.later)):
-            step.restore_settings()
+        bad.restore_settings()
         unrestored = self._buffers.unrestored()
         if isinstance(bad.optimizer, LBFGS):
             unrestored.append("weights and optimizer state that evaluations of the loss in this step have moved")
@@ -222,12 +200,12 @@ class StepGuard:
         self._scaler_skips.clear()
 
     def _open(self) -> GuardedStep:
-        micro = self._batch
-        if micro.losses or self._n_updates:  # a second step within the batch has losses of its own
-            micro = replace(micro, losses=[], updates_before=self._n_updates)
-        step = self._step = GuardedStep(self._number, self._mark_loop(), [micro])
+        step = self._step = GuardedStep(self._number, [self._micro()])
         self._buffers.keep(unless=None if self._flag is None else self._flag.flag)
         return step
+
+    def _micro(self) -> MicroBatch:
+        return MicroBatch(*self._batch, updates_before=self._n_updates, is_copied=self._batches.copies)
 
     # --- one way: read before the update
 
@@ -244,47 +222,44 @@ class StepGuard:
         if numbers is None:
             return None
         scale = numbers.pop(len(losses)) if scales else 1.0
-        step.reading = reading = self._reading(step, numbers)
+        is_bad_anywhere = self._note_numbers(step, numbers)
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
-        mine = (reading.norm,) if self.carries_losses else (reading.norm, *reading.losses)
-        is_suspect = reading.is_bad_anywhere if self.is_sharded else not all(map(math.isfinite, mine))
-        reading.norm = reading.norm / (scale or math.nan) if scales else reading.norm
+        mine = (step.norm,) if self.carries_losses else (step.norm, *step.read_losses)
+        is_suspect = is_bad_anywhere if self.is_sharded else not all(map(math.isfinite, mine))
+        step.norm = step.norm / (scale or math.nan) if scales else step.norm
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
             if self._note_good(step):
                 self._hold_back(optimizer, scaler)
             return None
         self._remember(step)
-        named = zip(names_of(self._model, step.parameters), gradients, reading.norms, strict=True)
+        named = zip(names_of(self._model, step.parameters), gradients, step.norms, strict=True)
         step.gradients = tuple(count_bad(list(named)))
-        verdict = self._verdict_on(step, optimizer, scaler)
-        if verdict is Verdict.SKIP:
-            self._hold_back(optimizer, scaler)
-            self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
-        return step if verdict is Verdict.HALT else None
+        return step if self._ends_training(step, optimizer, scaler) else None
 
-    def _verdict_on(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> Verdict:
-        bad_loss, bad_gradient = not all(map(math.isfinite, step.reading.losses)), bool(step.gradients)
+    def _ends_training(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> bool:
+        """Return whether a step that looks bad ends training. If not, its update is made, or skipped if it is bad."""
+        bad_loss, bad_gradient = not all(map(math.isfinite, step.read_losses)), bool(step.gradients)
         if self._ranks.world_size > 1 and (self.is_sharded or scaler is not None):
             everyone = self._ranks.objects((bad_loss, bad_gradient))
             bad_loss, bad_gradient = any(loss for loss, _ in everyone), any(gradient for _, gradient in everyone)
-        scale = None if scaler is None else scaler.get_scale()
-        n_in_a_row = self._scaler_skips[optimizer] + 1
-        verdict = judge(
-            bad_loss=bad_loss,
-            bad_gradient=bad_gradient,
-            is_scaler_normal=scale is not None and scale >= 1 and n_in_a_row < self._amp_patience,
-            skips_left=self._max_skips - len(self.skipped),
-        )
-        if verdict is Verdict.GOOD:  # the gradients are finite, and only their norm overflows
+        if not bad_loss and not bad_gradient:  # only the norm overflows
             self._scaler_skips.pop(optimizer, None)
-        elif scale is not None and not bad_loss:
-            self._scaler_skips[optimizer] = n_in_a_row
+            return False
+        if scaler is not None and not bad_loss:
+            self._scaler_skips[optimizer] += 1
+            scale, n_in_a_row = scaler.get_scale(), self._scaler_skips[optimizer]
+            if scale >= 1 and n_in_a_row < self._amp_patience:
+                return False  # the scaler itself skips the update, as is normal at first
             step.scaler = (
                 f"the gradient scaler skipped {n_in_a_row} step{'s' * (n_in_a_row > 1)} in a row and is at a scale of "
                 f"{scale:g} (HaltOnNaN allows {self._amp_patience} in a row above a scale of 1: amp_patience)"
             )
-        return verdict
+        if len(self.skipped) >= self._max_skips:
+            return True
+        self._hold_back(optimizer, scaler)
+        self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
+        return False
 
     def _hold_back(self, optimizer: Optimizer, scaler: Any) -> None:
         if scaler is None or not takes_scaled_gradients(optimizer):
@@ -318,20 +293,22 @@ class StepGuard:
         return None
 
     def _read_flags(self, *, wait: bool) -> GuardedStep | None:
-        decided = [] if self._flag is None else self._flag.read(wait=wait)
+        flag = self._flag
+        decided = [] if flag is None else flag.read(wait=wait)
         for position, (step, is_held_back, numbers) in enumerate(decided, start=1):
-            step.reading, step.late = self._reading(step, numbers), True
+            self._note_numbers(step, numbers)
             if not is_held_back:
                 self._note_good(step)
                 continue
             self._remember(step)
             # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
-            named = zip(names_of(self._model, step.parameters), step.parameters, step.reading.norms, strict=True)
+            named = zip(names_of(self._model, step.parameters), step.parameters, step.norms, strict=True)
             step.gradients = tuple(
                 BadTensor(name, None, None, p.numel(), norm) for name, p, norm in named if not math.isfinite(norm)
             )
-            rest = [] if self._flag is None else self._flag.read(wait=True)
-            step.later = tuple(each for each, *_ in (*decided[position:], *rest))
+            later = [*decided[position:], *(() if flag is None else flag.read(wait=True))]
+            for each, *_ in reversed(later):  # they were held back, too, but schedulers have counted them
+                each.restore_settings()
             return step
         return None
 
@@ -352,31 +329,33 @@ class StepGuard:
             raise ExchangedError(self.failure)
         return shared
 
-    def _reading(self, step: GuardedStep, numbers: list[float]) -> StepReading:
+    def _note_numbers(self, step: GuardedStep, numbers: list[float]) -> bool:
+        """Store the numbers that were read of a step. Return True if ranks exchange them and any is bad anywhere."""
         n = len(step.losses())
         losses, shared = tuple(numbers[:n]), numbers[-4:] if self.exchanges else []
-        norms = numbers[n : len(numbers) - len(shared)]
-        reading = StepReading(math.hypot(*norms), losses, tuple(norms))
-        reading.worst_loss = reading.mean_loss
-        if shared:
-            norm, worst_loss, is_bad, has_failed = shared
-            if has_failed:
-                raise ExchangedError("another rank could not read its step")
-            reading.norm, reading.is_bad_anywhere = norm if self.is_sharded else reading.norm, bool(is_bad)
-            reading.worst_loss = worst_loss if losses else math.nan
-        return reading
+        norms = tuple(numbers[n : len(numbers) - len(shared)])
+        step.read_losses, step.norms, step.norm = losses, norms, math.hypot(*norms)
+        step.worst_loss = step.mean_loss
+        if not shared:
+            return False
+        norm, worst_loss, is_bad, has_failed = shared
+        if has_failed:
+            raise ExchangedError("another rank could not read its step")
+        step.norm = norm if self.is_sharded else step.norm
+        step.worst_loss = worst_loss if losses else math.nan
+        return bool(is_bad)
 
     def _note_good(self, step: GuardedStep) -> bool:
         """Add a finite step to the history. Return True if `watch` (LossSpikes) wants to skip its update."""
         self._remember(step)
         try:
-            return self._watch is not None and self._watch.read(step) and not step.late
+            return self._watch is not None and self._watch.read(step)
         except Exception:  # it ends the run
             self.undo(step)
             raise
 
     def _remember(self, step: GuardedStep) -> None:
-        self.history.append(PastStep(step.number, step.reading.mean_loss, step.reading.norm))
+        self.history.append(PastStep(step.number, step.mean_loss, step.norm))
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:
