@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from torch import Tensor
 
 from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.causes import public_name
@@ -38,30 +39,25 @@ class PriorTensor:
 UNKNOWN = PriorTensor(ValueOrigin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
 
 
-LeafOf = Callable[[int], PriorTensor]
-"""Returns the tensor in a piece of memory that no operation wrote."""
+Leaves = Mapping[int, PriorTensor]
+"""The tensors that existed before a step, by the key of their storage."""
 
 
-class PriorTensors:
-    """Looks up, by storage key, the tensors that existed before the step: weights, buffers, attributes and batches."""
-
-    def __init__(self, rerun: StepRerun, memory: StorageKeys) -> None:
-        self._known: dict[int | None, PriorTensor] = {}
-        for name, tensor in tensors_in_attributes(rerun.module):
-            self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.ATTRIBUTE, name, may_be_infinite=True)
-        for name, buffer in rerun.module.named_buffers():
-            self._known[memory.key(buffer)] = PriorTensor(ValueOrigin.BUFFER, plain_name(name), may_be_infinite=True)
-        for name, parameter in rerun.module.named_parameters():
-            leaf = PriorTensor(ValueOrigin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
-            self._known[memory.key(parameter)] = leaf
-        for micro in rerun.micro:
-            masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}  # where they are used as masks are
-            for name, tensor in named_tensors(micro.batch, "batch"):
-                self._known[memory.key(tensor)] = PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)
-
-    def __call__(self, key: int) -> PriorTensor:
-        """Return the tensor whose storage has this key; `UNKNOWN` if none of the tensors has it."""
-        return self._known.get(key, UNKNOWN)
+def prior_tensors(rerun: StepRerun, memory: StorageKeys) -> Leaves:
+    """Return the tensors that exist before a step: weights, buffers, attributes and batches."""
+    found: list[tuple[Tensor, PriorTensor]] = []
+    for name, tensor in tensors_in_attributes(rerun.module):
+        found.append((tensor, PriorTensor(ValueOrigin.ATTRIBUTE, name, may_be_infinite=True)))
+    for name, buffer in rerun.module.named_buffers():
+        found.append((buffer, PriorTensor(ValueOrigin.BUFFER, plain_name(name), may_be_infinite=True)))
+    for name, parameter in rerun.module.named_parameters():
+        leaf = PriorTensor(ValueOrigin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
+        found.append((parameter, leaf))
+    for micro in rerun.micro:
+        masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}  # where they are used as masks are
+        for name, tensor in named_tensors(micro.batch, "batch"):
+            found.append((tensor, PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)))
+    return {key: leaf for tensor, leaf in found if (key := memory.key(tensor)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ class BadValueRoot:
         return self.event.constant and not self.event.gives_nan
 
 
-def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> BadValueRoot | None:
+def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaves: Leaves) -> BadValueRoot | None:
     """Return where the NaN or Inf in the storages `start` first appeared; None if that was not recorded.
 
     An Inf that is intended, such as in a mask, does not count. If every Inf is intended, return the operation that
@@ -88,29 +84,29 @@ def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], le
     Args:
         events: The operations with NaN or Inf in their outputs, in the order in which they ran.
         start: The keys of the storages to explain, such as the key of the loss.
-        leaf_of: A function that returns the tensor in a storage that no operation wrote, given the storage's key.
+        leaves: The tensors that existed before. A storage that is none of theirs, and that no operation wrote, is
+            that of a tensor from elsewhere.
     """
-    way_back = _BackwardSlice(events, start, leaf_of)
-    real = [root for root in way_back.roots if not root.is_benign]
+    roots, converters = _slice_back(events, start, leaves)
+    real = [root for root in roots if not root.is_benign]
     if real:
         root = min(real, key=lambda root: root.event.number)
         return root if root.leaf is None else replace(root, event=_first_use(events, root.event))
-    if way_back.converters:
-        return BadValueRoot(min(way_back.converters, key=lambda event: event.number))
-    return min(way_back.roots, key=lambda root: root.event.number, default=None)
+    if converters:
+        return BadValueRoot(min(converters, key=lambda event: event.number))
+    return min(roots, key=lambda root: root.event.number, default=None)
 
 
-def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf) -> bool:
+def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaves: Leaves) -> bool:
     """Return True if the code multiplied every NaN by a zero of a mask. This does not remove NaN: NaN * 0 is NaN."""
-    return not _BackwardSlice(events, start, leaf_of, ends_at_masks=True).roots
+    return not _slice_back(events, start, leaves, ends_at_masks=True)[0]
 
 
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
     """Return `event`, or, if it only copies its input, the first later operation that computes with the copy."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
-        made = {use.key for use in event.outputs}
         after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
-        user = next((each for each in after if any(use.key in made for use in each.inputs)), None)
+        user = next((each for each in after if event.outputs.keys() & each.inputs.keys()), None)
         if user is None:
             break
         event = user
@@ -126,68 +122,48 @@ def _masks(event: BadOperation) -> bool:
     return name in {*_OF_MASKS, "amax", "cat", "stack", "index", "gather", "clamp"} or "attention" in name
 
 
-class _BackwardSlice:
-    """Traces the NaN and Inf in the storages `start` back through the operations to where they first appeared."""
+def _slice_back(
+    events: Sequence[BadOperation], start: Iterable[int], leaves: Leaves, *, ends_at_masks: bool = False
+) -> tuple[list[BadValueRoot], list[BadOperation]]:
+    """Trace the NaN and Inf in the storages `start` back through the operations that wrote them.
 
-    def __init__(
-        self, events: Sequence[BadOperation], start: Iterable[int], leaf_of: LeafOf, *, ends_at_masks: bool = False
-    ) -> None:
-        self.roots: list[BadValueRoot] = []
-        self.converters: list[BadOperation] = []  # operations that made NaN from infinities
-        self._events, self._leaf_of, self._ends_at_masks = events, leaf_of, ends_at_masks
-        self._writers: dict[int, list[int]] = defaultdict(list)
-        for index, event in enumerate(events):
-            for use in event.outputs:
-                self._writers[use.key].append(index)
-        # Of each event, either the origin of its NaN or the origin of its infinity is wanted.
-        waiting: list[tuple[int, bool]] = []
-        for key in start:
-            writer = self._writer_of(key, len(self._events))
+    Returns:
+        The places where they first appeared, and the operations on the way that made NaN from infinities.
+    """
+    last, last_nan = dict[int, int](), dict[int, int]()  # storage: the operation that has written it
+    writers: list[dict[int, int | None]] = []  # for each operation, the one that wrote each of its bad inputs
+    for index, event in enumerate(events):
+        # Later operations may have written Inf to other elements of a storage that holds NaN.
+        writers.append(
+            {k: last_nan.get(k, last.get(k)) if is_nan else last.get(k) for k, is_nan in event.inputs.items()}
+        )
+        last |= dict.fromkeys(event.outputs, index)
+        last_nan |= {key: index for key, has_nan in event.outputs.items() if has_nan}
+    roots, converters = list[BadValueRoot](), list[BadOperation]()
+    # Of each operation, either the origin of its NaN or the origin of its infinity is wanted.
+    waiting = [(last[key], events[last[key]].outputs[key]) for key in start if key in last]
+    seen: set[tuple[int, bool]] = set()
+    while waiting:
+        index, wants_nan = waiting.pop()
+        event = events[index]
+        if (index, wants_nan) in seen or (ends_at_masks and event.masks):
+            continue
+        seen.add((index, wants_nan))
+        if not event.inputs:
+            roots.append(BadValueRoot(event))
+        with_nan = [key for key, has_nan in event.inputs.items() if has_nan and wants_nan]
+        if wants_nan and event.inputs and not with_nan:
+            converters.append(event)
+        for key in with_nan or event.inputs:
+            writer = writers[index][key]
             if writer is not None:
-                waiting.append((writer, self._holds_nan(writer, key)))
-        seen: set[tuple[int, bool]] = set()
-        while waiting:
-            wanted = waiting.pop()
-            if wanted not in seen:
-                seen.add(wanted)
-                waiting += self._before(*wanted)
-
-    def _before(self, index: int, wants_nan: bool) -> list[tuple[int, bool]]:
-        """Return the events that wrote the bad inputs of event `index`, as (index, whether the input holds NaN)."""
-        event = self._events[index]
-        if self._ends_at_masks and event.masks:
-            return []
-        inputs = event.inputs
-        if wants_nan:
-            with_nan = tuple(use for use in inputs if use.has_nan)
-            if inputs and not with_nan:
-                self.converters.append(event)
-            inputs = with_nan or inputs
-        if not inputs:
-            self.roots.append(BadValueRoot(event))
-        earlier = []
-        for use in inputs:
-            writer = self._writer_of(use.key, index, wants_nan=use.has_nan)
-            writer = self._writer_of(use.key, index) if writer is None else writer
-            if writer is not None:
-                earlier.append((writer, use.has_nan))
-            else:
-                leaf = self._leaf_of(use.key)
-                user = _first_use(self._events, event)
-                is_meant = not use.has_nan and (leaf.origin is not ValueOrigin.BATCH or user.backward or _masks(user))
-                self.roots.append(BadValueRoot(event, leaf if is_meant else replace(leaf, may_be_infinite=False)))
-        return earlier
-
-    def _writer_of(self, key: int, before: int, *, wants_nan: bool = False) -> int | None:
-        """Return the index of the last event before event `before` that wrote NaN or Inf to the storage `key`, or None.
-
-        With `wants_nan`, only events that wrote NaN count, because later events may have written Inf to other elements.
-        """
-        writers = reversed(self._writers[key][: bisect_left(self._writers[key], before)])
-        return next((index for index in writers if not wants_nan or self._holds_nan(index, key)), None)
-
-    def _holds_nan(self, index: int, key: int) -> bool:
-        return any(use.has_nan for use in self._events[index].outputs if use.key == key)
+                waiting.append((writer, event.inputs[key]))
+                continue
+            leaf, user = leaves.get(key, UNKNOWN), _first_use(events, event)
+            is_batch = leaf.origin is ValueOrigin.BATCH
+            is_meant = not event.inputs[key] and (not is_batch or user.backward or _masks(user))
+            roots.append(BadValueRoot(event, leaf if is_meant else replace(leaf, may_be_infinite=False)))
+    return roots, converters
 
 
 def describe_root(root: BadValueRoot, kind: type, samples: Sequence[int], batch_idx: int) -> str:

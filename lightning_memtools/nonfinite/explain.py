@@ -15,11 +15,11 @@ from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_gre
 from lightning_memtools.nonfinite.bad_value_roots import (
     BadValueRoot,
     PriorTensor,
-    PriorTensors,
     ValueOrigin,
     are_masked,
     describe_root,
     find_bad_value_root,
+    prior_tensors,
 )
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, public_name, rates_as_text
 from lightning_memtools.nonfinite.finite_checks import find_bad
@@ -73,7 +73,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         return
     rerun.reset()
     trace = OperationTrace(rerun.module)
-    leaves = PriorTensors(rerun, trace.memory)  # before the step can replace these tensors
+    leaves = prior_tensors(rerun, trace.memory)  # before the step can replace these tensors
     traced = rerun.run(within=trace.watching())
     bad_memory = _bad_memory(traced, trace.memory)
     root = find_bad_value_root(trace.events, bad_memory, leaves)
