@@ -25,7 +25,6 @@ from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 HaltStage = Literal["train", "val", "test"]
-_MOST_ROWS = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,18 +63,13 @@ class BadStep:
     file: str | None = None
     line: int | None = None
     samples: tuple[int, ...] = ()  # the samples of the batch that are affected, where that is known
-    batch_idx: int | None = None
     # --- of all ranks, on the one that is told of
     is_culprit: bool = False  # whether this rank's loss, batch or rerun was bad; where none was, no rank is named
     others: tuple[BadStep, ...] = field(default=(), repr=False)
     skipped: tuple[tuple[int, tuple[int, ...]], ...] = ()  # the bad steps that were skipped before, with their batches
     # --- the files, or why there are none
-    step_path: Path | None = None
-    step_note: str = ""
-    checkpoint_path: Path | None = None
-    checkpoint_note: str = ""
-    report_path: Path | None = None
-    report_note: str = ""
+    step_file: Path | str = ""
+    checkpoint: Path | str = ""
 
     @classmethod
     def read_from(cls, step: GuardedStep) -> BadStep:
@@ -124,8 +118,6 @@ class BadStep:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return all that is known about the step, as (name, value) rows for the error message and the report."""
-        kept = f" (but for {first_of(self.unrestored)}: see State)" if self.unrestored else ""
-        checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
             ("Cause", f"{self.cause}: {self.because}"),
             ("Operation", self.what or self.why_no_operation),
@@ -139,8 +131,8 @@ class BadStep:
             *_series(self.history),
             ("Bad steps skipped before", ", ".join(f"{step} (batches {list(b)})" for step, b in self.skipped)),
             ("State", self._state()),
-            ("Last good checkpoint", checkpoint),
-            ("The step as a file", _shown(self.step_path) or self.step_note),
+            ("Last good checkpoint", _shown(self.checkpoint)),
+            ("The step as a file", _shown(self.step_file)),
         ]
         return [(what, value) for what, value in facts if value]
 
@@ -155,29 +147,16 @@ class BadStep:
     @property
     def next(self) -> str:
         """Advice on what to do next. If the step was written to a file, this includes the command to run it again."""
-        if self.step_path is None:
+        if isinstance(self.step_file, str):
             return self.advice
-        command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"
+        command = f"memtools replay {quote(_shown(self.step_file))} --model {self.model}"
         return f"{self.advice} Run the step again: {command}"
-
-    def message(self) -> str:
-        """Return the error message, with everything that is in the report."""
-        lines = [f"{what}: {value}" for what, value in self.facts()]
-        report = f"Report: {_shown(self.report_path) or self.report_note}"
-        return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
-
-    def markdown(self) -> str:
-        """Return the report as markdown: a table of facts, and a table of the first gradients with NaN or Inf."""
-        rows = [("Next", self.next), *self.facts()]
-        amounts = [(each.name, each.amount) for each in self.gradients[:_MOST_ROWS]]
-        tables = Table(("", ""), rows, "ll"), Table(("bad gradient", "amount"), amounts, "ll")
-        more = [f"and {len(self.gradients) - _MOST_ROWS} more"] if len(self.gradients) > _MOST_ROWS else []
-        return "\n\n".join([f"# Not finite: {self.headline}", *map(markdown_table, tables), *more]) + "\n"
 
     def error(self) -> NonFiniteError:
         """Return the error to raise for this step."""
+        lines = [f"{what}: {value}" for what, value in self.facts()]
         return NonFiniteError(
-            self.message(),
+            "\n".join([self.headline, *lines, f"Next: {self.next}"]),
             step=self.step,
             batch_idx=self.first_bad_batch,
             rank=self.rank if self.is_culprit else None,
@@ -185,9 +164,8 @@ class BadStep:
             parameters=self.gradients or self.before,
             losses=tuple(past.loss for past in self.history),
             norms=tuple(past.norm for past in self.history),
-            path=self.report_path,
-            checkpoint_path=self.checkpoint_path,
-            step_path=self.step_path,
+            checkpoint_path=self.checkpoint if isinstance(self.checkpoint, Path) else None,
+            step_path=self.step_file if isinstance(self.step_file, Path) else None,
             explanation=self if self.what else None,
         )
 
@@ -432,8 +410,15 @@ def named(bad: Sequence[BadTensor]) -> str:
     return first_of(bad, 5) or "none"
 
 
-def _shown(path: Path | None) -> str:
-    return "" if path is None else short_path(str(path))
+def as_report(error: NonFiniteError) -> str:
+    """Return an error's message as markdown, with a table of its facts."""
+    headline, *facts, advice = str(error).splitlines()
+    rows = [tuple(line.partition(": ")[::2]) for line in (advice, *facts)]
+    return f"# Not finite: {headline}\n\n{markdown_table(Table(('', ''), rows, 'll'))}\n"
+
+
+def _shown(file: Path | str) -> str:
+    return file if isinstance(file, str) else short_path(str(file))
 
 
 def _losses(bad: BadStep) -> str:

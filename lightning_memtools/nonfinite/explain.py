@@ -100,7 +100,6 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     bad.what = describe_root(root, type(rerun.module), bad.samples, micro.index)
     bad.operation, bad.backward, bad.module = event.of_forward or event.operation, event.backward, event.module
     bad.file, bad.line = (None, None) if event.place is None else (event.place.file, event.place.line)
-    bad.batch_idx = micro.index
 
 
 def _not_reproducible(rerun: StepRerun, bad: BadStep) -> None:
