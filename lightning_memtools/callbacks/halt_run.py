@@ -343,12 +343,10 @@ def _not_found(bad: BadStep, error: str) -> None:
 
 
 def step_conditions(trainer: Trainer) -> StepConditions:
-    """Return the settings of torch, the Trainer and the gradient scaler under which a training step runs."""
-    module, scaler = trainer.lightning_module, gradient_scaler(trainer)
-    with trainer.precision_plugin.train_step_context():
-        return StepConditions.now(
-            trainer,
-            module.device.type,
-            divided_by=trainer.accumulate_grad_batches if module.automatic_optimization else 1,
-            scale=None if scaler is None else scaler.get_scale(),
-        )
+    """Return the settings of the Trainer and of the gradient scaler under which a training step runs."""
+    scaler = gradient_scaler(trainer)
+    return StepConditions.now(
+        trainer,
+        divided_by=trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1,
+        scale=None if scaler is None else scaler.get_scale(),
+    )

@@ -24,6 +24,7 @@ from lightning_memtools.nonfinite.explain import explain
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
 from lightning_memtools.nonfinite.step_rerun import (
+    PRECISIONS,
     SIMPLE,
     TRAINER_FACTS,
     CannotRerunError,
@@ -36,7 +37,7 @@ from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
-VERSION = 5
+VERSION = 6
 
 
 class StepFileError(RuntimeError):
@@ -259,7 +260,7 @@ def _replay(path: Path, model: Any) -> Replay:
         )
         for each in saved["micro"]
     ]
-    conditions = _conditions(saved["conditions"], device)
+    conditions = _conditions(saved["conditions"])
     optimizers, schedulers = configured(module, conditions)
     for optimizer, state in zip(optimizers, (weights or {}).get("optimizer_states", ()), strict=False):
         with contextlib.suppress(ValueError, KeyError):  # the step sees a fresh optimizer
@@ -331,11 +332,10 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.d
         buffers_of(parts[owner])[key] = value.to(device)
 
 
-def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:
-    """Return the settings under which the step ran, read from its file. Only plain values and dtypes are accepted."""
+def _conditions(saved: Mapping[str, Any]) -> StepConditions:
+    """Return the settings under which the step ran, read from its file. Only plain values are accepted."""
     conditions = StepConditions(**saved)
-    for name in filter(None, (conditions.autocast, conditions.default_dtype)):
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise TypeError(f"torch.{name} is no data type")
+    if conditions.precision not in PRECISIONS:
+        raise ValueError(f"precision={conditions.precision!r} is none of {', '.join(PRECISIONS)}")
     facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS and type(value) in SIMPLE}
-    return replace(conditions, trainer=facts, device_type=device.type)
+    return replace(conditions, trainer=facts)

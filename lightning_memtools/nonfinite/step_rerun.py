@@ -26,6 +26,7 @@ from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.simulation.replay_loop import ReplayLoop
+from lightning_memtools.simulation.step_trainer import precision_plugin
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 SIMPLE = (bool, int, float, str, type(None))
@@ -37,48 +38,28 @@ TRAINER_FACTS = (
 )  # fmt: skip
 
 
+# Those that can be made from their names: not a plugin of the user's, nor one of another library.
+PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConditions:
-    """The settings under which a training step ran, such as its autocast type, as plain values."""
+    """The settings under which a training step ran, such as its precision, as plain values."""
 
     divided_by: int = 1  # the number that the loss is divided by for an accumulation
     scale: float | None = None  # the number that the gradient scaler multiplies the loss by; None without one
-    device_type: str = "cpu"  # the type of the module's device
-    # the type that autocast computes in during training_step, such as ``"bfloat16"``; None without it
-    autocast: str | None = None
-    default_dtype: str = "float32"  # the type of new tensors during training_step, such as ``"float32"``
+    precision: str = "32-true"  # Lightning's name for it, such as ``"bf16-mixed"``
     trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
 
     @classmethod
-    def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return the current settings of torch and of the Trainer. `given` sets the other fields."""
+    def now(cls, trainer: Any, **given: Any) -> StepConditions:
+        """Return the current settings of the Trainer. `given` sets the other fields."""
         facts = {}
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
                 facts[name] = getattr(trainer, name)
-        casts = torch.is_autocast_enabled(device_type)
-        return cls(
-            device_type=device_type,
-            autocast=str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
-            default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-            trainer={name: value for name, value in facts.items() if type(value) in SIMPLE},
-            **given,
-        )
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Return a context manager that sets autocast and the default dtype as they were in the original step."""
-        default = torch.get_default_dtype()
-        casting: AbstractContextManager[Any] = nullcontext()
-        if self.autocast is not None:
-            dtype = getattr(torch, self.autocast)
-            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=False)  # as Lightning sets it
-        torch.set_default_dtype(getattr(torch, self.default_dtype))
-        try:
-            with casting:
-                yield
-        finally:
-            torch.set_default_dtype(default)
+        plain = {name: value for name, value in facts.items() if type(value) in SIMPLE}
+        return cls(precision=str(trainer.precision), trainer=plain, **given)
 
 
 class CannotRerunError(Exception):
@@ -173,18 +154,20 @@ class StepRerun:
         self._losses = []
         for parameter in self.module.parameters():
             parameter.grad = None
-        before = self._writes()
+        before, trainer = self._writes(), self.trainer
+        device = next((p.device.type for p in self.module.parameters()), "cpu")
+        plugin = precision_plugin(self.conditions.precision, device) if trainer is None else trainer.precision_plugin
         try:
             with _quiet(), torch.enable_grad():
                 loop = ReplayLoop(
                     self.module,
-                    original=self.trainer,
+                    original=trainer,
                     facts=self.conditions.trainer,
                     optimizers=self.optimizers,
                     schedulers=self.schedulers,
                     accumulate=self.conditions.divided_by,
                     scale=self.conditions.scale,
-                    forward=self.conditions.forward,
+                    forward=plugin.forward_context,
                     on_loss=self._note_loss,
                     before_update=self._before_update,
                 )
