@@ -174,25 +174,18 @@ class HaltRun:
         if not self.is_training:  # what is saved beside an error is the state before the bad step
             return
         self.read_rest()
-        step, optimizers = training_step(self._trainer), self._trainer.optimizers
-        weights, states = self._new(bad_state(self._module)), self._new(bad_optimizer_state(self._module, optimizers))
-        gathered = self._ranks.objects((weights, states))
-        if not any(weights or states for weights, states in gathered):
+        step, new = training_step(self._trainer), [bad for bad in self._bad_now() if bad.name not in self._bad_at_start]
+        everyone = self._ranks.objects(new)
+        if not any(everyone):
             self._finite_at = step
             return
         forbid_saving_on_exception(self._trainer)
-        # NaN in an optimizer's state is not made by an update of finite gradients, and makes weights NaN.
-        is_state = any(bad.n_nan for _, states in gathered for bad in states)
-        everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
-        first: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
-        suspects = suspects_of_update(self._module, optimizers, first)
-        past = self.guard.history
-        error = state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=past)
         self.is_training = False
-        raise self._reported(error)
-
-    def _new(self, bad: list[BadTensor]) -> list[BadTensor]:
-        return [each for each in bad if each.name not in self._bad_at_start]
+        suspects = suspects_of_update(self._module, self._trainer.optimizers, next(filter(None, everyone)))
+        past = self.guard.history
+        raise self._reported(
+            state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=past)
+        )
 
     def leave_clean_state(self) -> None:
         """Undo the latest step if it was bad. Called after other errors, as a checkpoint may be written afterwards."""
@@ -314,7 +307,10 @@ class HaltRun:
         return failure or path
 
     def _bad_now(self) -> list[BadTensor]:
-        return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
+        states = bad_optimizer_state(self._module, self._trainer.optimizers)
+        # NaN in an optimizer's state is not made by an update of finite gradients, and makes weights NaN.
+        causes, others = [each for each in states if each.n_nan], [each for each in states if not each.n_nan]
+        return [*causes, *bad_state(self._module), *others]
 
     def _reported(self, error: NonFiniteError) -> NonFiniteError:
         """Write the report of an error and log it, and return the error with the report's path added. Collective."""

@@ -271,26 +271,18 @@ def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequ
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             dtypes = {p.dtype for p in group["params"] if id(p) in weights}
-            if dtypes:
-                rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
-                last = f"the last update was that of {type(optimizer).__name__} at {rate}"
-                settings = [pair for key, value in group.items() if (pair := _suspicion(key, value, dtypes))]
-                return "; ".join([*(text for text, _ in settings), last]), (
-                    settings[0][1] if settings else ADVICE["bad update"]
-                )
+            if not dtypes:
+                continue
+            rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
+            last, eps = f"the last update was that of {type(optimizer).__name__} at {rate}", group.get("eps")
+            floats = [dtype for dtype in dtypes if dtype.is_floating_point and isinstance(eps, float)]
+            zero = next((dtype for dtype in floats if not torch.tensor(eps, dtype=dtype)), None)
+            if zero is None:
+                return last, ADVICE["bad update"]
+            text = f"eps={eps:g} is 0 in {str(zero).removeprefix('torch.')}, so that the update may have divided by 0"
+            least = 1e-4 if zero == torch.float16 else 1e-8
+            return f"{text}; {last}", ADVICE["bad eps"].format(eps=least)
     return "", ""
-
-
-def _suspicion(key: str, value: Any, dtypes: set[torch.dtype]) -> tuple[str, str] | None:
-    if key == "eps" and isinstance(value, float):
-        zero = [dtype for dtype in dtypes if dtype.is_floating_point and not torch.tensor(value, dtype=dtype)]
-        if zero:
-            name, eps = str(zero[0]).removeprefix("torch."), 1e-4 if zero[0] == torch.float16 else 1e-8
-            text = f"eps={value:g} is 0 in {name}, so that the update may have divided by 0"
-            return text, ADVICE["bad eps"].format(eps=eps)
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    is_bad = isinstance(number, float) and not math.isfinite(number)
-    return (f"{key} is {number}", ADVICE["bad setting"]) if is_bad else None
 
 
 GREW = 10.0  # In healthy training, gradient norms and losses fall or stay; noise stays well below this.
@@ -369,14 +361,15 @@ def state_error(
 ) -> NonFiniteError:
     """Return the error that is raised instead of saving a checkpoint with NaN or Inf. `everyone`: bad tensors per rank.
 
-    `finite_at` is the last step at which all tensors were known to be finite. `suspects`: see `suspects_of_update`.
+    The first of them tells the cause. `finite_at` is the last step at which all tensors were known to be finite.
+    `suspects`: see `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
-    text, advice = suspects
-    is_large = " of " in bad[0].name and not bad[0].n_nan  # a state, as bad_optimizer_state names it
+    is_state = " of " in bad[0].name  # as bad_optimizer_state names it
+    text, advice = ("", "") if is_state else suspects
     cause = NonFiniteCause.BAD_PARAMETER if text else NonFiniteCause.STATE
     made = f"the last update may have made it: {text}" if text else "what wrote it since is not known"
-    if is_large:  # finite gradients can make Inf of an optimizer's state, but no NaN
+    if is_state and not bad[0].n_nan:  # finite gradients can make Inf of an optimizer's state, but no NaN
         made, advice = "the square of a gradient may be too large for its type", ADVICE["large state"]
     lines = [
         f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",

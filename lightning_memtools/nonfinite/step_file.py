@@ -65,7 +65,6 @@ def step_as_plain(
         "step": bad.step,
         "rank": bad.rank,
         "text": f"{bad.headline}\nCause: {bad.cause}: {bad.because}\n{bad.what}",
-        "module": bad.model,
         "checkpoint": checkpoint,
         "conditions": {**asdict(rerun.conditions), "trainer": dict(rerun.conditions.trainer)},
         "machine": {"torch": str(torch.__version__), "device": str(device)},

@@ -107,7 +107,6 @@ class StepGuard:
         self._batch: tuple[int, Any, RandomState | None] = (0, None, None)  # its index, what is in it, the streams
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
         self._to_skip: Optimizer | None = None
-        self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Store a batch before its forward pass. With `first`, it is the first micro-batch of the step `number`."""
@@ -144,17 +143,6 @@ class StepGuard:
         With `reopen`, the batch may have further optimizer steps. ExchangedError is raised on all ranks if one rank
         could not read its losses and gradients.
         """
-        self._has_exchanged = False
-        try:
-            return self._check(optimizer, scaler=scaler, reopen=reopen)
-        except Exception as error:
-            if not self.exchanges or self._has_exchanged:  # if after it, the others learn it in the next step
-                raise
-            self.failure = self.failure or in_one_line(error)
-            self._measured([], [], [], exact=False)
-            raise
-
-    def _check(self, optimizer: Optimizer, *, scaler: Any, reopen: bool) -> GuardedStep | None:
         step, self._step = self._step or self._open(), None
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
@@ -318,14 +306,16 @@ class StepGuard:
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
         """Return one tensor: `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
-        has_failed = bool(self.failure)
-        numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:
-            return numbers
-        self._has_exchanged = True
+            return measure(gradients, before, exact=exact)
+        numbers = None
+        try:
+            numbers = None if self.failure else measure(gradients, before, exact=exact)
+        except Exception as error:  # noqa: BLE001, the other ranks wait for this one's numbers
+            self.failure = in_one_line(error)
         device = next(self._model.parameters()).device
-        shared = over_ranks(numbers, losses, len(before), device, has_failed=has_failed)
-        if has_failed:
+        shared = over_ranks(numbers, losses, len(before), device, has_failed=bool(self.failure))
+        if self.failure:
             raise ExchangedError(self.failure)
         return shared
 
