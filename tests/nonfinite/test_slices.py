@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.bad_value_roots import PriorTensor, ValueOrigin, find_bad_value_root
-from lightning_memtools.nonfinite.explain import with_other_samples
+from lightning_memtools.nonfinite.explain import PriorTensor, ValueOrigin, find_bad_value_root, with_other_samples
 from lightning_memtools.nonfinite.operation_trace import OperationTrace, facts_of
 
 X = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
