@@ -264,7 +264,7 @@ class HaltRun:
         rerun = StepRerun(
             self._module,
             step.micro,
-            step_conditions(self._trainer),
+            StepConditions.now(self._trainer),
             optimizers=self._trainer.optimizers,
             parameters=step.parameters,
             trainer=self._trainer,
@@ -336,13 +336,3 @@ def _not_found(bad: BadStep, error: str) -> None:
     """Record in `bad` that, because of an error, the bad operation is unknown or the step was not written to a file."""
     bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
     bad.step_file = f"could not be written: {error}"
-
-
-def step_conditions(trainer: Trainer) -> StepConditions:
-    """Return the settings of the Trainer and of the gradient scaler under which a training step runs."""
-    scaler = gradient_scaler(trainer)
-    return StepConditions.now(
-        trainer,
-        divided_by=trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1,
-        scale=None if scaler is None else scaler.get_scale(),
-    )

@@ -144,19 +144,14 @@ class BadStep:
             text += f", except {first_of(self.unrestored)}, which this step wrote and of which there was no copy"
         return f"{text}. Other attributes of the module are as the step left them."
 
-    @property
-    def next(self) -> str:
-        """Advice on what to do next. If the step was written to a file, this includes the command to run it again."""
-        if isinstance(self.step_file, str):
-            return self.advice
-        command = f"memtools replay {quote(_shown(self.step_file))} --model {self.model}"
-        return f"{self.advice} Run the step again: {command}"
-
     def error(self) -> NonFiniteError:
-        """Return the error to raise for this step."""
-        lines = [f"{what}: {value}" for what, value in self.facts()]
+        """Return the error to raise for this step. If it is in a file, its advice has the command to run it again."""
+        lines = [self.headline, *(f"{what}: {value}" for what, value in self.facts()), f"Next: {self.advice}"]
+        if isinstance(self.step_file, Path):
+            command = f"memtools replay {quote(_shown(self.step_file))} --model {self.model}"
+            lines[-1] += f" Run the step again: {command}"
         return NonFiniteError(
-            "\n".join([self.headline, *lines, f"Next: {self.next}"]),
+            "\n".join(lines),
             step=self.step,
             batch_idx=self.first_bad_batch,
             rank=self.rank if self.is_culprit else None,

@@ -7,8 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -34,26 +33,18 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
             plain = rerun.run()
             digests, bad.is_bad_alone = digests_of(plain.gradients), not plain.is_finite
             bad.unrestored = tuple(dict.fromkeys([*bad.unrestored, *rerun.written]))
-            bad.doubts = _doubts(bad, rerun)
+            if bad.unrestored:
+                names = first_of(bad.unrestored)
+                bad.doubts = (f"The step writes {names}, without a copy: a rerun begins with what it has written.",)
+            if any(micro.updates_before for micro in rerun.micro):
+                text = "Earlier updates of the same batch were made before the step: a rerun begins after them."
+                bad.doubts = (*bad.doubts, text)
             bad.why_no_operation = "" if explains else "not asked for (explain=False)"
             if explains:
                 explain(rerun, plain, bad)
         except CannotRerunError as error:
             bad.why_no_operation = f"not found: {error}"
     return digests
-
-
-def _doubts(bad: BadStep, rerun: StepRerun) -> tuple[str, ...]:
-    """Return the reasons why a rerun may differ from the original step, each as a sentence."""
-    doubts = []
-    if bad.unrestored:
-        doubts.append(
-            f"The step writes {first_of(bad.unrestored)}, of which there was no copy: a rerun begins with what it has "
-            "written."
-        )
-    if any(micro.updates_before for micro in rerun.micro):
-        doubts.append("Earlier updates of the same batch were made before the step: a rerun begins after them.")
-    return tuple(doubts)
 
 
 def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
@@ -123,14 +114,14 @@ def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot)
     if len(outcome.losses) != len(rerun.micro):
         return last
     bad = [i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))]
-    if root.leaf is not None and root.leaf.origin is ValueOrigin.BATCH:
+    if root.leaf is not None and root.leaf.origin == "batch":
         bad += [i for i, micro in enumerate(rerun.micro) if any(not each.is_mask for each in bad_inputs(micro))]
     return bad[0] if bad else last
 
 
 def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep, *, is_late_mask: bool) -> Finding:
     event, leaf, grown = root.event, root.leaf, what_grew(bad)
-    if leaf is not None and leaf.origin is ValueOrigin.BATCH:
+    if leaf is not None and leaf.origin == "batch":
         return _of_batch(root, leaf.name, bad_inputs(rerun.micro[position]), is_late_mask=is_late_mask)
     if grown and (leaf is not None or event.finite_when_wide or bad.huge):
         because = grown if bad.huge else f"{grown}, until the value was too large for its type"
@@ -168,10 +159,10 @@ def _of_domain(event: BadOperation) -> tuple[str, str]:
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:
     """Return evidence and advice for a tensor that already held NaN or Inf when the step began."""
-    if leaf.origin is ValueOrigin.ELSEWHERE:
+    if leaf.origin == "elsewhere":
         because = "a tensor that belongs neither to the module nor to the batch held NaN or Inf"
         return because, ADVICE["bad tensor from elsewhere"]
-    if leaf.origin is ValueOrigin.ATTRIBUTE or leaf.name in rerun.written:
+    if leaf.origin == "attribute" or leaf.name in rerun.written:
         writes = ", and the step writes it" if leaf.name in rerun.written else ""
         because = f"{leaf.origin} {leaf.name} is no buffer{writes}: it held NaN or Inf when the step began"
         return because, ADVICE["bad attribute"].format(name=leaf.name)
@@ -204,21 +195,15 @@ def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[in
     for facts in (*root.event.gave, *root.event.took):
         if facts.shape[:1] == (n_samples,) and facts.samples:
             return facts.samples
-    name = root.leaf.name if root.leaf is not None and root.leaf.origin is ValueOrigin.BATCH else None
+    name = root.leaf.name if root.leaf is not None and root.leaf.origin == "batch" else None
     return next((bad.samples for bad in bad_inputs(micro) if bad.name == name), ())
 
 
 # --- the way back from a bad loss or gradient, through bad values only, to the operation that made the first one
 
 
-class ValueOrigin(StrEnum):
-    """The kinds of tensors from which a NaN or Inf can come, such as a batch or a parameter."""
-
-    BATCH = "batch"
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    ATTRIBUTE = "attribute"
-    ELSEWHERE = "elsewhere"
+ValueOrigin = Literal["batch", "parameter", "buffer", "attribute", "elsewhere"]
+"""The kinds of tensors from which a NaN or Inf can come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +215,7 @@ class PriorTensor:
     may_be_infinite: bool  # whether infinities in it are intended, as in masks and bounds
 
 
-UNKNOWN = PriorTensor(ValueOrigin.ELSEWHERE, "a tensor from elsewhere", may_be_infinite=True)
+UNKNOWN = PriorTensor("elsewhere", "a tensor from elsewhere", may_be_infinite=True)
 
 
 Leaves = Mapping[int, PriorTensor]
@@ -241,16 +226,16 @@ def prior_tensors(rerun: StepRerun, memory: StorageKeys) -> Leaves:
     """Return the tensors that exist before a step: weights, buffers, attributes and batches."""
     found: list[tuple[Tensor, PriorTensor]] = []
     for name, tensor in tensors_in_attributes(rerun.module):
-        found.append((tensor, PriorTensor(ValueOrigin.ATTRIBUTE, name, may_be_infinite=True)))
+        found.append((tensor, PriorTensor("attribute", name, may_be_infinite=True)))
     for name, buffer in rerun.module.named_buffers():
-        found.append((buffer, PriorTensor(ValueOrigin.BUFFER, plain_name(name), may_be_infinite=True)))
+        found.append((buffer, PriorTensor("buffer", plain_name(name), may_be_infinite=True)))
     for name, parameter in rerun.module.named_parameters():
-        leaf = PriorTensor(ValueOrigin.PARAMETER, plain_name(name), may_be_infinite=not parameter.requires_grad)
+        leaf = PriorTensor("parameter", plain_name(name), may_be_infinite=not parameter.requires_grad)
         found.append((parameter, leaf))
     for micro in rerun.micro:
         masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}  # where they are used as masks are
         for name, tensor in named_tensors(micro.batch, "batch"):
-            found.append((tensor, PriorTensor(ValueOrigin.BATCH, name, may_be_infinite=name in masks)))
+            found.append((tensor, PriorTensor("batch", name, may_be_infinite=name in masks)))
     return {key: leaf for tensor, leaf in found if (key := memory.key(tensor)) is not None}
 
 
@@ -354,7 +339,7 @@ def _slice_back(
                 waiting.append((writer, event.inputs[key]))
                 continue
             leaf, user = leaves.get(key, UNKNOWN), _first_use(events, event)
-            is_batch = leaf.origin is ValueOrigin.BATCH
+            is_batch = leaf.origin == "batch"
             is_meant = not event.inputs[key] and (not is_batch or user.backward or _masks(user))
             roots.append(BadValueRoot(event, leaf if is_meant else replace(leaf, may_be_infinite=False)))
     return roots, converters
@@ -368,8 +353,8 @@ def describe_root(root: BadValueRoot, kind: type, samples: Sequence[int], batch_
     where = event.module or (f"{kind.__name__}.{function}" if is_own else function or kind.__name__)
     where = where if event.place is None else f"{where} ({event.place})"
     if leaf is not None:
-        what = leaf.name if leaf.origin is ValueOrigin.ELSEWHERE else f"{leaf.origin} {leaf.name}"
-        if leaf.origin is ValueOrigin.BATCH:
+        what = leaf.name if leaf.origin == "elsewhere" else f"{leaf.origin} {leaf.name}"
+        if leaf.origin == "batch":
             what = "the batch" if leaf.name == "batch" else leaf.name
         return f"The first bad value was in {what}, first used by {by} in {where}."
     if event.backward:

@@ -141,17 +141,12 @@ class BadTensor:
     n_elements: int
     norm: float = math.nan  # the L2 norm: NaN if an element is NaN, else inf
 
-    @property
-    def amount(self) -> str:
-        """A string with the number of NaN and Inf elements, such as "2 NaN of 8, 25%"."""
+    def __str__(self) -> str:
         if self.n_nan is None or self.n_inf is None:
-            return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
+            return f"{self.name} (holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted)"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
         share = (self.n_nan + self.n_inf) / self.n_elements
-        return f"{' and '.join(kinds)} of {self.n_elements}, {100 * share:.3g}%"
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.amount})"
+        return f"{self.name} ({' and '.join(kinds)} of {self.n_elements}, {100 * share:.3g}%)"
 
 
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:

@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_memtools._lightning import Trainer, gradient_scaler
 from lightning_memtools._torch import is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.memory.virtual import host_memory
@@ -52,14 +53,19 @@ class StepConditions:
     trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
 
     @classmethod
-    def now(cls, trainer: Any, **given: Any) -> StepConditions:
-        """Return the current settings of the Trainer. `given` sets the other fields."""
-        facts = {}
+    def now(cls, trainer: Trainer) -> StepConditions:
+        """Return the current settings of the Trainer and of its gradient scaler."""
+        facts, scaler = {}, gradient_scaler(trainer)
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
                 facts[name] = getattr(trainer, name)
         plain = {name: value for name, value in facts.items() if type(value) in SIMPLE}
-        return cls(precision=str(trainer.precision), trainer=plain, **given)
+        return cls(
+            divided_by=trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1,
+            scale=None if scaler is None else scaler.get_scale(),
+            precision=str(trainer.precision),
+            trainer=plain,
+        )
 
 
 class CannotRerunError(Exception):

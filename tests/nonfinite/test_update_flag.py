@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.update_flag import (
+from lightning_memtools.nonfinite.step_guard import (
     UpdateFlag,
     creates_state,
     hide_gradients,
