@@ -18,7 +18,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_memtools._lightning import Trainer, gradient_scaler
 from lightning_memtools._torch import is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.memory.virtual import host_memory
@@ -53,9 +52,9 @@ class StepConditions:
     trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
 
     @classmethod
-    def now(cls, trainer: Trainer) -> StepConditions:
+    def now(cls, trainer: Any) -> StepConditions:
         """Return the current settings of the Trainer and of its gradient scaler."""
-        facts, scaler = {}, gradient_scaler(trainer)
+        facts, scaler = {}, getattr(trainer.precision_plugin, "scaler", None)
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
                 facts[name] = getattr(trainer, name)
