@@ -107,7 +107,7 @@ class HaltRun:
         # Where training_step takes its batches from the loader itself, hooks do not see them.
         self._sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
-        self._n_logged, self._warned_of_blindness = 0, False
+        self._n_logged = 0
         self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
@@ -201,19 +201,6 @@ class HaltRun:
         except RuntimeError as error:  # the device itself may be what failed
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
-    def warn_if_blind(self) -> None:
-        """Warn once if nothing could be checked, because no gradients were seen in steps of manual optimization."""
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        is_trained = any(p.requires_grad for group in groups for p in group["params"])
-        if is_trained and not (self._is_automatic or self.guard.saw_gradients or self._warned_of_blindness):
-            self._warned_of_blindness = True
-            warnings.warn(
-                "HaltOnNaN saw no gradient in this epoch, so it checks none. Use self.optimizers() and "
-                "self.manual_backward(loss), by which Lightning and its callbacks see each step.",
-                DegradedWarning,
-                stacklevel=2,
-            )
-
     def _halt(self, step: GuardedStep) -> BadStep:
         """Undo a bad step, diagnose it, write it and a checkpoint to files, and return the diagnosis. Collective.
 
@@ -237,7 +224,6 @@ class HaltRun:
         return replace(
             told,
             is_culprit=culprit is not None,
-            others=tuple(each for each in everyone if each is not told),
             skipped=tuple(self.guard.skipped),
             checkpoint=checkpoint,
         )

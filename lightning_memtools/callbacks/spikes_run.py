@@ -55,7 +55,6 @@ class SpikesRun:
         self._loop: LoopMarker | None = None
         self._point: _RollbackPoint | None = None
         self._last_step = -1  # of the latest spike
-        self._n_actions = 0
         self._goes_back = False
 
     def judge(self, step: GuardedStep) -> bool:
@@ -82,9 +81,8 @@ class SpikesRun:
         )
         is_new = self._last_step < 0 or step.number - self._last_step > options.window
         self._last_step = step.number
-        halts = False
+        halts = options.action != "report" and len(self.spikes) >= options.max_actions
         if options.action != "report":
-            halts, self._n_actions = self._n_actions >= options.max_actions, self._n_actions + 1
             spike = self._with_action(spike, halts=halts)
         if is_new or halts:
             spike = self._tell(spike)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
 from lightning_memtools.nonfinite.guarded_step import BadInput, GuardedStep, PastStep, bad_inputs
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
@@ -43,7 +43,6 @@ class BadStep:
     inputs: tuple[BadInput, ...] = ()  # the tensors of the batches that hold NaN or Inf
     history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
     learning_rates: tuple[float, ...] = ()
-    huge: str = ""  # the matrix of weights that a step before has made too large, if there is one, and its size
     suspects: tuple[str, str] = ("", "")  # what of the last update can have made bad weights, and what to do
     scaler: str = ""  # what the gradient scaler did, where that is the reason
     unrestored: tuple[str, ...] = ()  # the names of what could not be restored
@@ -65,7 +64,6 @@ class BadStep:
     samples: tuple[int, ...] = ()  # the samples of the batch that are affected, where that is known
     # --- of all ranks, on the one that is told of
     is_culprit: bool = False  # whether this rank's loss, batch or rerun was bad; where none was, no rank is named
-    others: tuple[BadStep, ...] = field(default=(), repr=False)
     skipped: tuple[tuple[int, tuple[int, ...]], ...] = ()  # the bad steps that were skipped before, with their batches
     # --- the files, or why there are none
     step_file: Path | str = ""
@@ -123,7 +121,6 @@ class BadStep:
             ("Operation", self.what or self.why_no_operation),
             ("Tried", self.confirmed),
             ("Losses of the step", _losses(self)),
-            ("Losses of the other ranks", "; ".join(f"rank {each.rank}: {_losses(each)}" for each in self.others)),
             ("Bad gradients", named(self.gradients)),
             ("Bad weights before the step", named(self.before)),
             ("Bad inputs", "; ".join(map(str, self.inputs)) or "none"),
@@ -223,7 +220,6 @@ def examine(
     bad.inputs = tuple(each for micro in step.micro for each in bad_inputs(micro))
     bad.history = tuple(history)
     bad.learning_rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
-    bad.huge = huge_weights(model)
     bad.suspects = suspects_of_update(model, optimizers, [e for e in weights if e.name not in bad_at_start])
     infer(bad)
     return bad
@@ -281,7 +277,6 @@ def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequ
 
 
 GREW = 10.0  # In healthy training, gradient norms and losses fall or stay; noise stays well below this.
-_HUGE = 100.0  # The root mean square of a matrix of weights stays below this in healthy training.
 
 
 def infer(bad: BadStep) -> None:
@@ -313,26 +308,15 @@ def already_bad(bad: BadStep, names: str) -> str:
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
-def huge_weights(model: Module) -> str:
-    """Return a phrase that names the first weight matrix whose values are far too large; "" if there is none."""
-    trained = [(name, floats_of(p)) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
-    matrices = {name: floats for name, floats in trained if floats is not None}
-    for (name, floats), norm in zip(matrices.items(), norms_of([*matrices.values()], exact=True), strict=True):
-        size = float(norm) / math.sqrt(floats.numel())
-        if _HUGE <= size < math.inf:
-            return f"{plain_name(name)} had grown to {size:.3g} (root mean square)"
-    return ""
-
-
 def what_grew(bad: BadStep) -> str:
-    """Return a phrase that says what grew too large before the step (gradient norm, loss or weights); "" if nothing."""
+    """Return a phrase that says what grew too large before the step (gradient norm or loss); "" if nothing."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         finite = [abs(value) for value in values if math.isfinite(value)]
         start = median(finite[: len(finite) // 2]) if len(finite) > 1 else 0.0
         if start > 0 and finite[-1] >= GREW * start:
             return f"the {what} had grown {finite[-1] / start:.3g}-fold over the {len(before)} steps before"
-    return bad.huge
+    return ""
 
 
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:

@@ -123,8 +123,8 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
     event, leaf, grown = root.event, root.leaf, what_grew(bad)
     if leaf is not None and leaf.origin == "batch":
         return _of_batch(root, leaf.name, bad_inputs(rerun.micro[position]), is_late_mask=is_late_mask)
-    if grown and (leaf is not None or event.finite_when_wide or bad.huge):
-        because = grown if bad.huge else f"{grown}, until the value was too large for its type"
+    if grown and (leaf is not None or event.finite_when_wide):
+        because = f"{grown}, until the value was too large for its type"
         return NonFiniteCause.EXPLODING, because, ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
     if leaf is not None:
         return NonFiniteCause.BAD_PARAMETER, *_of_prior_tensor(leaf, rerun, bad)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_memtools._torch import buffers_of, is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.nonfinite.bad_step import BadStep, huge_weights
+from lightning_memtools.nonfinite.bad_step import BadStep
 from lightning_memtools.nonfinite.explain import explain
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
@@ -268,7 +268,6 @@ def _replay(path: Path, model: Any) -> Replay:
     parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]
     rates = tuple(float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
     bad = BadStep(step=int(saved["step"]), rank=int(saved["rank"]), learning_rates=rates, doubts=tuple(doubts))
-    bad.huge = huge_weights(module)
     rerun = StepRerun(module, micro, conditions, optimizers=optimizers, schedulers=schedulers, parameters=parameters)
     with rerun:
         outcome = rerun.run()

@@ -109,7 +109,6 @@ class StepGuard:
     Attributes:
         history: The losses and norms of the last 20 steps, oldest first.
         skipped: The bad steps that were skipped so far, as (step number, batch indices).
-        saw_gradients: True once any parameter had a gradient in `grad`. Gradients stored elsewhere cannot be checked.
         carries_losses: True if a bad loss turns all gradients into NaN, so that the other ranks notice it.
         is_sharded: True if each rank has only a part of the weights and gradients.
         exchanges: True if each check runs a collective, in which all ranks take part.
@@ -130,7 +129,6 @@ class StepGuard:
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
-        self.saw_gradients = False
         self.failure = ""
         self.carries_losses, self.is_sharded = gradients == "replicated", gradients == "sharded"
         self._model, self._max_skips, self._amp_patience, self._records = model, max_skips, amp_patience, records
@@ -184,7 +182,6 @@ class StepGuard:
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
-        self.saw_gradients = self.saw_gradients or bool(gradients)
         if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer, step.parameters):
             bad = self._check_on_device(step, optimizer, gradients)
         else:
