@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -284,8 +283,8 @@ def are_masked(events: Sequence[BadOperation], start: Iterable[int], leaves: Lea
 def _first_use(events: Sequence[BadOperation], event: BadOperation) -> BadOperation:
     """Return `event`, or, if it only copies its input, the first later operation that computes with the copy."""
     while event.operation in {"aten.clone", "aten._to_copy"}:
-        after = events[bisect_right(events, event.number, key=lambda each: each.number) :]
-        user = next((each for each in after if event.outputs.keys() & each.inputs.keys()), None)
+        later = events[event.number + 1 :]
+        user = next((each for each in later if event.outputs.keys() & each.inputs.keys()), None)
         if user is None:
             break
         event = user

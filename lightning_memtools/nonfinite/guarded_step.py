@@ -20,10 +20,6 @@ from lightning_memtools.state.random_state import RandomState
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
 
-def do_nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(slots=True, eq=False)
 class MicroBatch:
     """A micro-batch of an optimizer step, with its losses."""
@@ -93,7 +89,7 @@ class GuardedStep:
     restore_loop: Callable[[], None] | None = None
     optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
     parameters: Sequence[Tensor] = ()  # the parameters with a gradient
-    restore_settings: Callable[[], None] = do_nothing  # those of the optimizer, where the step is decided late
+    restore_settings: Callable[[], None] = lambda: None  # those of the optimizer, where the step is decided late
     # --- what was read of it
     read_losses: tuple[float, ...] = ()  # this rank's, in the order of `losses()`
     norms: tuple[float, ...] = ()  # of each gradient

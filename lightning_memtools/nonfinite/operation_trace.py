@@ -59,7 +59,7 @@ BadMemory = dict[int, bool]
 class BadOperation:
     """An operation whose outputs hold NaN or Inf."""
 
-    number: int  # its place in the order of operations
+    number: int  # its place among those that were recorded
     operation: str  # the name that PyTorch dispatches it by, such as ``"aten.log"``
     of_forward: str  # in backward: the forward operation that it belongs to, such as ``"aten.sqrt"``
     backward: bool  # whether it ran in backward
@@ -148,7 +148,6 @@ class OperationTrace(DispatchMode):
         self._names = {id(part): plain_name(name) for name, part in model.named_modules()}
         self._running: list[str] = []  # the modules that run, innermost last
         self._forward: dict[int, _ForwardOperation] = {}
-        self._n_operations = 0
         self._n_nodes, self._thread = autograd_sequence_number(), get_ident()
         self._read: BadMemory = {}  # where the last bad Python number was read from
 
@@ -170,7 +169,6 @@ class OperationTrace(DispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._n_operations += 1
         backward = in_backward()
         self._note_nodes(func, backward=backward)
         taken, keys = (args, kwargs or {}), dict[int, int]()
@@ -256,7 +254,7 @@ class OperationTrace(DispatchMode):
         gave = [facts_of(each, only_nan=bool(inputs)) for each in tensors_in(out)] if makes_bad else []
         self.events.append(
             BadOperation(
-                number=self._n_operations,
+                number=len(self.events),
                 operation=_name(func),
                 # A line within backward is the user's own, of a torch.autograd.Function: it stands for itself.
                 of_forward=known.operation if known is not None and place is None else "",

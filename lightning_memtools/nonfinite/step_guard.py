@@ -18,14 +18,7 @@ from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
-from lightning_memtools.nonfinite.guarded_step import (
-    BatchKeeper,
-    GuardedStep,
-    MicroBatch,
-    PastStep,
-    do_nothing,
-    undivided_loss,
-)
+from lightning_memtools.nonfinite.guarded_step import BatchKeeper, GuardedStep, MicroBatch, PastStep, undivided_loss
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
 from lightning_memtools.state.buffer_keeper import BufferKeeper
@@ -46,17 +39,19 @@ class UpdateFlag:
     """Decides on the device whether an optimizer step may change weights. The host reads the decision later.
 
     `flag` is a 0-dim float32 tensor that is set as `found_inf` on fused optimizers: if it is 1, they change nothing.
-    After a bad step it stays 1, so that the host may read it at any later time.
+    After a bad step it stays 1, so that the host may read it at any later time. It is None before the first check.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.flag = torch.zeros((), device=device)
+    def __init__(self) -> None:
+        self.flag: Tensor | None = None
         self._sent: ArrivingValues[GuardedStep] = ArrivingValues()
         self._attached: list[Optimizer] = []
 
     @torch.no_grad()
     def check(self, optimizer: Optimizer, numbers: Tensor, deciding: slice, step: GuardedStep) -> None:
         """If any of `numbers[deciding]` is NaN or Inf, prevent the update of this step and of all later steps."""
+        if self.flag is None:
+            self.flag = torch.zeros((), device=numbers.device)
         numbers = numbers.to(self.flag.device, non_blocking=True)
         bad = ~torch.isfinite(numbers[deciding]).all()
         # Exactly 0 or 1: the kernels subtract it from the step count.
@@ -124,7 +119,7 @@ class StepGuard:
         records: bool = True,
         gradients: Gradients = "whole",
         ranks: RankGather | None = None,
-        mark_loop: Callable[[], Callable[[], None]] = lambda: do_nothing,
+        mark_loop: Callable[[], Callable[[], None]] = lambda: lambda: None,
         watch: ReadingWatch | None = None,
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
@@ -135,7 +130,7 @@ class StepGuard:
         self._ranks, self._mark_loop, self._watch = ranks or RankGather(), mark_loop, watch
         self.exchanges = self.is_sharded or (watch is not None and self._ranks.world_size > 1)
         self._buffers, self._batches = BufferKeeper(model), BatchKeeper()
-        self._flag: UpdateFlag | None = None
+        self._flag = UpdateFlag()
         self._is_fused: dict[Optimizer, bool] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
         self._number, self._n_updates = 0, 0  # those of the present batch
@@ -152,8 +147,8 @@ class StepGuard:
             step = self._open()
         else:
             step.micro.append(self._micro())
-        if self._flag is not None or len(step.micro) > 1:
-            undecided = () if self._flag is None else self._flag.undecided()
+        undecided = self._flag.undecided()
+        if undecided or len(step.micro) > 1:
             held = [micro for each in (*undecided, step) for micro in each.micro]
             for micro in held[:-2]:  # the present one and one more stay on the device
                 micro.move_to_host()
@@ -202,8 +197,7 @@ class StepGuard:
 
         Without `wait`, only those that have arrived are read.
         """
-        flag = self._flag
-        decided = [] if flag is None else flag.read(wait=wait)
+        decided = self._flag.read(wait=wait)
         for position, (step, is_held_back, numbers) in enumerate(decided, start=1):
             self._note_numbers(step, numbers)
             if not is_held_back:
@@ -215,7 +209,7 @@ class StepGuard:
             step.gradients = tuple(
                 BadTensor(name, None, None, p.numel(), norm) for name, p, norm in named if not math.isfinite(norm)
             )
-            later = [*decided[position:], *(() if flag is None else flag.read(wait=True))]
+            later = [*decided[position:], *self._flag.read(wait=True)]
             for each, *_ in reversed(later):  # they were held back, too, but schedulers have counted them
                 each.restore_settings()
             return step
@@ -234,8 +228,7 @@ class StepGuard:
 
     def close(self) -> None:
         """Remove the flag that makes optimizers skip updates, and release all tensors. Idempotent."""
-        if self._flag is not None:
-            self._flag.close()
+        self._flag.close()
         self._step = None
         self.end_batch()
         self._is_fused.clear()
@@ -243,7 +236,7 @@ class StepGuard:
 
     def _open(self) -> GuardedStep:
         step = self._step = GuardedStep(self._number, [self._micro()])
-        self._buffers.keep(unless=None if self._flag is None else self._flag.flag)
+        self._buffers.keep(unless=self._flag.flag)
         return step
 
     def _micro(self) -> MicroBatch:
@@ -329,7 +322,6 @@ class StepGuard:
         losses = step.losses()
         numbers = self._measured(losses, gradients, losses, exact=True)
         if numbers is not None:
-            self._flag = self._flag or UpdateFlag(numbers.device)
             deciding = slice(len(losses) if self.carries_losses else 0, len(losses) + len(gradients))
             self._flag.check(optimizer, numbers, deciding, step)
         return None

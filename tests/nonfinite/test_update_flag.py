@@ -27,10 +27,6 @@ FUSED = {
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 
 
-def made() -> UpdateFlag:
-    return UpdateFlag(torch.device("cpu"))
-
-
 def with_gradients(parameters: list[nn.Parameter], bad: float | None = None) -> None:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -58,7 +54,7 @@ def test_nothing_changes_in_the_bad_step_nor_in_any_after_it(make, bad):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
     optimizer = make(parameters)
-    flag = made()
+    flag = UpdateFlag()
     for note in range(3):
         with_gradients(parameters)
         take(flag, optimizer, parameters, note)
@@ -75,7 +71,7 @@ def test_nothing_changes_in_the_bad_step_nor_in_any_after_it(make, bad):
 def test_only_the_deciding_numbers_decide():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    flag = made()
+    flag = UpdateFlag()
     parameter.grad = torch.ones(2)
     flag.check(optimizer, torch.tensor([1.0, torch.nan]), slice(1), "loss of this rank alone")
     optimizer.step()
