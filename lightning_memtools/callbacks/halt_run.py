@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,31 +214,17 @@ class HaltRun:
         checkpoint = self._save_last_good(everyone)
         if self._options.explain or self._options.save_step:
             if culprit is None or culprit.rank == mine.rank:
-                is_known = culprit is not None
-                unless_it_fails(
-                    lambda: self._run_again(mine, step, checkpoint, is_known=is_known),
-                    lambda error: _not_found(mine, error),
-                )
+                again = partial(self._run_again, mine, step, checkpoint, is_known=culprit is not None)
+                unless_it_fails(again, lambda error: _not_found(mine, error))
             everyone = self._ranks.objects(mine)
             culprit = culprit_of(everyone)
-        told = culprit or everyone[0]
-        return replace(
-            told,
-            is_culprit=culprit is not None,
-            skipped=tuple(self.guard.skipped),
-            checkpoint=checkpoint,
-        )
+        told, skipped = culprit or everyone[0], tuple(self.guard.skipped)
+        return replace(told, is_culprit=culprit is not None, skipped=skipped, checkpoint=checkpoint)
 
     def _examined(self, step: GuardedStep) -> BadStep:
         unrestored = self.guard.undo(step)
         untoggle_all(self._module)
-        bad = examine(
-            self._module,
-            step,
-            self._trainer.optimizers,
-            history=tuple(self.guard.history),
-            bad_at_start=self._bad_at_start,
-        )
+        bad = examine(self._module, step, self._trainer.optimizers, self.guard.history, self._bad_at_start)
         bad.unrestored = unrestored
         return bad
 

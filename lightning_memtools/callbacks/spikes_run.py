@@ -52,7 +52,6 @@ class SpikesRun:
             )
         )
         self._directory = report_directory(trainer, options.reports_to)
-        self._loop: LoopMarker | None = None
         self._point: _RollbackPoint | None = None
         self._last_step = -1  # of the latest spike
         self._goes_back = False
@@ -126,13 +125,12 @@ class SpikesRun:
         trainer = self._trainer
         if self._options.action != "rollback":
             return
-        self._loop = self._loop or LoopMarker(trainer)
         self._point = None  # its memory is free for the next one
         roots = [self._module, *trainer.optimizers, gradient_scaler(trainer)]
         data = (DataLoader, Dataset)  # they go on: the batches since then are left out
         self._point = _RollbackPoint(
             StateSnapshot(roots, skip=(type(trainer), *data), host=host_memory),
-            self._loop.mark_updates(),
+            LoopMarker(trainer).mark_updates(),
             n_steps,
             trainer.global_step,
         )

@@ -204,9 +204,8 @@ def examine(
     model: Module,
     step: GuardedStep,
     optimizers: Iterable[Optimizer],
-    *,
-    history: Sequence[PastStep] = (),
-    bad_at_start: frozenset[str] = frozenset(),
+    history: Iterable[PastStep],
+    bad_at_start: frozenset[str],
 ) -> BadStep:
     """Examine a bad step after it was undone, and return what this rank knows about it.
 

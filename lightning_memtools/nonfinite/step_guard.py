@@ -454,18 +454,18 @@ def over_ranks(
     are the norm over the gradients of all ranks (only useful for sharded gradients), the largest mean loss of a rank,
     1 if a number on any rank is NaN or Inf, else 0, and 1 if `has_failed` is True on any rank, else 0.
     """
-    dtype = torch.float32 if device.type == "mps" else torch.float64
     if numbers is None:
-        numbers = torch.zeros(0, device=device, dtype=dtype)
+        numbers = torch.zeros(0, device=device, dtype=torch.float64)
     mean = torch.stack(list(losses)).mean() if losses else numbers.new_zeros(())
     is_bad = ~torch.isfinite(numbers).all()
-    squares = torch.linalg.vector_norm(numbers[n_before:], dtype=dtype).square()
+    squares = torch.linalg.vector_norm(numbers[n_before:], dtype=torch.float64).square()
     own = [squares, mean, is_bad, torch.full_like(is_bad, has_failed)]
-    mine = torch.stack([number.to(device, dtype) for number in own])
+    mine = torch.stack([number.to(device, torch.float64) for number in own])
     everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
     distributed.all_gather(everyone, mine)
     squares, *highest = torch.stack(everyone).unbind(1)
-    return torch.cat([numbers.to(device, dtype), torch.stack([squares.sum().sqrt(), *(e.max() for e in highest)])])
+    results = torch.stack([squares.sum().sqrt(), *(each.max() for each in highest)])
+    return torch.cat([numbers.to(device, torch.float64), results])
 
 
 def poison(loss: Tensor) -> None:

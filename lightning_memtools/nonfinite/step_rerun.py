@@ -107,7 +107,7 @@ class StepRerun:
     trainer: Any = None
 
     def __post_init__(self) -> None:
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        self._device = device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         if device.type != "cpu":
             torch.accelerator.synchronize()  # batches may still be on their way to the host
         for micro in self.micro:
@@ -160,8 +160,7 @@ class StepRerun:
         for parameter in self.module.parameters():
             parameter.grad = None
         before, trainer = self._writes(), self.trainer
-        device = next((p.device.type for p in self.module.parameters()), "cpu")
-        plugin = precision_plugin(self.conditions.precision, device) if trainer is None else trainer.precision_plugin
+        made = None if trainer else precision_plugin(self.conditions.precision, self._device.type)
         try:
             with _quiet(), torch.enable_grad():
                 loop = ReplayLoop(
@@ -172,7 +171,7 @@ class StepRerun:
                     schedulers=self.schedulers,
                     accumulate=self.conditions.divided_by,
                     scale=self.conditions.scale,
-                    forward=plugin.forward_context,
+                    forward=(made or trainer.precision_plugin).forward_context,
                     on_loss=self._note_loss,
                     before_update=self._before_update,
                 )
