@@ -109,7 +109,6 @@ class HaltRun:
         self._sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
         self._n_logged = 0
-        self._finite_at = training_step(trainer)
         self._undo = [
             guard.close,
             watch_updates(trainer, before_update),
@@ -175,18 +174,14 @@ class HaltRun:
         if not self.is_training:  # what is saved beside an error is the state before the bad step
             return
         self.read_rest()
-        step, new = training_step(self._trainer), [bad for bad in self._bad_now() if bad.name not in self._bad_at_start]
-        everyone = self._ranks.objects(new)
+        everyone = self._ranks.objects([bad for bad in self._bad_now() if bad.name not in self._bad_at_start])
         if not any(everyone):
-            self._finite_at = step
             return
         forbid_saving_on_exception(self._trainer)
         self.is_training = False
         suspects = suspects_of_update(self._module, self._trainer.optimizers, next(filter(None, everyone)))
-        past = self.guard.history
-        raise self._reported(
-            state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=past)
-        )
+        step, past = training_step(self._trainer), self.guard.history
+        raise self._reported(state_error(everyone, step=step, suspects=suspects, history=past))
 
     def leave_clean_state(self) -> None:
         """Undo the latest step if it was bad. Called after other errors, as a checkpoint may be written afterwards."""

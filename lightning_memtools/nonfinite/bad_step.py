@@ -330,29 +330,23 @@ def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
 
 
 def state_error(
-    everyone: Sequence[Sequence[BadTensor]],
-    *,
-    step: int,
-    finite_at: int,
-    suspects: tuple[str, str],
-    history: Sequence[PastStep],
+    everyone: Sequence[Sequence[BadTensor]], *, step: int, suspects: tuple[str, str], history: Sequence[PastStep]
 ) -> NonFiniteError:
     """Return the error that is raised instead of saving a checkpoint with NaN or Inf. `everyone`: bad tensors per rank.
 
-    The first of them tells the cause. `finite_at` is the last step at which all tensors were known to be finite.
-    `suspects`: see `suspects_of_update`.
+    The first of them tells the cause. `suspects`: see `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
     is_state = " of " in bad[0].name  # as bad_optimizer_state names it
     text, advice = ("", "") if is_state else suspects
     cause = NonFiniteCause.BAD_PARAMETER if text else NonFiniteCause.STATE
-    made = f"the last update may have made it: {text}" if text else "what wrote it since is not known"
+    made = f"the last update may have made it: {text}" if text else "what wrote it is not known"
     if is_state and not bad[0].n_nan:  # finite gradients can make Inf of an optimizer's state, but no NaN
         made, advice = "the square of a gradient may be too large for its type", ADVICE["large state"]
     lines = [
         f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
         f"Bad weights, buffers and optimizer state: {named(bad)}.",
-        f"Cause: {cause}: losses and gradients were finite. It was finite at step {finite_at}; {made}.",
+        f"Cause: {cause}: losses and gradients were finite; {made}.",
         *(f"{what}: {values}" for what, values in _series(history)),
         f"Next: {advice or ADVICE['bad state']}",
     ]

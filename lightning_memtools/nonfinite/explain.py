@@ -134,7 +134,11 @@ def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadSte
             because += " for a 16-bit type (float16 ends at 65504)"
             return NonFiniteCause.LOW_PRECISION, because, ADVICE["low precision"]
         return NonFiniteCause.OVERFLOW, because, advice_for(event.operation, event.of_forward, overflows=True)
-    return NonFiniteCause.DOMAIN, *_of_domain(event)
+    because, advice = "the code itself writes it", ADVICE["constant"]
+    if not event.constant:
+        because = "the operation is undefined or infinite at its inputs"
+        advice = advice_for(event.operation, event.of_forward, overflows=False)
+    return NonFiniteCause.DOMAIN, because, advice
 
 
 def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_late_mask: bool) -> Finding:
@@ -146,14 +150,6 @@ def _of_batch(root: BadValueRoot, name: str, inputs: Sequence[BadInput], *, is_l
         because = f"{its}, and {public_name(root.event.operation)} computes with it before its NaN is masked"
         return NonFiniteCause.LATE_MASK, because, ADVICE["late mask"]
     return NonFiniteCause.DIRTY_DATA, its, ADVICE["dirty data"]
-
-
-def _of_domain(event: BadOperation) -> tuple[str, str]:
-    """Return evidence and advice for an operation that gives NaN or Inf for finite inputs, such as the log of 0."""
-    if event.constant:
-        return "the code itself writes it", ADVICE["constant"]
-    because = "the operation is undefined or infinite at its inputs"
-    return because, advice_for(event.operation, event.of_forward, overflows=False)
 
 
 def _of_prior_tensor(leaf: PriorTensor, rerun: StepRerun, bad: BadStep) -> tuple[str, str]:

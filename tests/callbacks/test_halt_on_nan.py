@@ -424,19 +424,12 @@ class Corrupted(Net):
             self.trainer.optimizers[0].state[self.net[3].weight]["exp_avg"][0, 0] = torch.nan
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "finite_at"),
-    [
-        (Averaged, "average", 3),  # the hook comes after the checkpoint of its step
-        (Corrupted, "exp_avg of net.3.weight", 3),
-    ],
-)
-def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update(tmp_path, model, name, finite_at):
+@pytest.mark.parametrize(("model", "name"), [(Averaged, "average"), (Corrupted, "exp_avg of net.3.weight")])
+def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update(tmp_path, model, name):
     saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model(), loader())
     assert error.cause == NonFiniteCause.STATE
     assert error.parameters[0].name == name
-    assert f"finite at step {finite_at};" in str(error)
     assert "learning rate" not in str(error)
     assert_all_finite(tmp_path / "every")
 
