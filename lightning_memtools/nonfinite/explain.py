@@ -70,17 +70,16 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or are_masked(trace.events, bad_memory, leaves)
     bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
-    if bad.cause in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER} or (root.leaf and root.is_benign):
-        bad.samples = ()  # they are not to blame
-    else:
+    is_of_samples = bad.cause not in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER}
+    if is_of_samples and not (root.leaf and root.is_benign):
         bad.samples = _samples_of(root, rerun, position)
-        changed = with_other_samples(micro.batch, bad.samples)
-        if changed is not None:
-            # A tensor may be as long as the batch for another reason: then this step is still bad.
-            tried = f"with sample {changed[1]} in the place of {list_samples(bad.samples)} the step is finite"
-            with suppress(CannotRerunError):
-                bad.confirmed = tried if rerun.run(batches={position: changed[0]}).is_finite else ""
-            bad.samples = bad.samples if bad.confirmed else ()
+    changed = with_other_samples(micro.batch, bad.samples)
+    if changed is not None:
+        # A tensor may be as long as the batch for another reason: then this step is still bad.
+        tried = f"with sample {changed[1]} in the place of {list_samples(bad.samples)} the step is finite"
+        with suppress(CannotRerunError):
+            bad.confirmed = tried if rerun.run(batches={position: changed[0]}).is_finite else ""
+        bad.samples = bad.samples if bad.confirmed else ()
     bad.what = describe_root(root, type(rerun.module), bad.samples, micro.index)
     bad.operation, bad.backward, bad.module = event.of_forward or event.operation, event.backward, event.module
     bad.file, bad.line = (None, None) if event.place is None else (event.place.file, event.place.line)

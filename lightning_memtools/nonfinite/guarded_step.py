@@ -85,8 +85,8 @@ class GuardedStep:
 
     number: int  # the training step, counted as the x axis of the logs counts
     micro: list[MicroBatch]  # its micro-batches, oldest first
-    # puts the caller's counters back to the start of this step; None before its first loss, as an update may be due
-    restore_loop: Callable[[], None] | None = None
+    # puts the caller's counters back to the start of this step; None while that is not known yet
+    restore_loop: Callable[[], None] | None
     optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
     parameters: Sequence[Tensor] = ()  # the parameters with a gradient
     restore_settings: Callable[[], None] = lambda: None  # those of the optimizer, where the step is decided late

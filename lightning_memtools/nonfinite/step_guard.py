@@ -183,7 +183,7 @@ class StepGuard:
             bad = self.drain() or self._check_on_host(step, optimizer, gradients, scaler)
         if bad is None and reopen:
             self._n_updates += 1
-            self._open()
+            self._open().restore_loop = None  # to be set when the update has been made
         return bad
 
     def before_update(self, optimizer: Optimizer) -> None:
@@ -235,7 +235,7 @@ class StepGuard:
         self._scaler_skips.clear()
 
     def _open(self) -> GuardedStep:
-        step = self._step = GuardedStep(self._number, [self._micro()])
+        step = self._step = GuardedStep(self._number, [self._micro()], self._mark_loop())
         self._buffers.keep(unless=self._flag.flag)
         return step
 

@@ -171,11 +171,13 @@ class StepRerun:
                     schedulers=self.schedulers,
                     accumulate=self.conditions.divided_by,
                     scale=self.conditions.scale,
-                    forward=(made or trainer.precision_plugin).forward_context,
+                    forward=(made or trainer.precision_plugin).train_step_context,
                     on_loss=self._note_loss,
                     before_update=self._before_update,
                 )
-            with _quiet(), torch.enable_grad(), refused_collectives(_talks), within or nullcontext():
+            text = "the step talks to the other ranks ({}), which do not run it again"
+            refused = refused_collectives(lambda collective: CannotRerunError(text.format(collective)))
+            with _quiet(), torch.enable_grad(), refused, within or nullcontext():
                 for position, micro in enumerate(self.micro):
                     if micro.random is not None:
                         micro.random.restore()
@@ -216,10 +218,6 @@ class StepRerun:
             for name, each in tensors
             if not (key := plain_name(name)).startswith(self._metrics)
         }
-
-
-def _talks(collective: str) -> CannotRerunError:
-    return CannotRerunError(f"the step talks to the other ranks ({collective}), which do not run it again")
 
 
 @contextmanager

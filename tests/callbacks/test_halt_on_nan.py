@@ -146,6 +146,8 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.9 ** (bad // accumulate))
     assert assert_all_finite(tmp_path) >= 1 + (bad // accumulate > 0)
     last_good = assert_finite(error.checkpoint_path)
+    counts = last_good["loops"]["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    assert counts["zero_grad"]["total"]["completed"] == counts["step"]["total"]["ready"] == bad // accumulate
     assert last_good["global_step"] == bad // accumulate
     before = {name.removeprefix("model."): v for name, v in observer.before.items() if name.startswith("model.")}
     assert differences(before, last_good["state_dict"]) == []
