@@ -152,8 +152,11 @@ class BadTensor:
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
     """Return the tensors that hold NaN or Inf, in the order given. Large finite values do not count."""
     pairs = [(name, floats) for name, tensor in named if (floats := floats_of(tensor)) is not None]
-    norms = measure([floats for _, floats in pairs], [])
-    values = [] if norms is None else norms.tolist()  # one wait
+    if not pairs:
+        return []
+    norms = norms_of([floats for _, floats in pairs])
+    # One wait. Unlike in `measure`, the first may be on the host, whose copies of the others have to have arrived.
+    values = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).tolist()
     return count_bad([(*pair, value) for pair, value in zip(pairs, values, strict=True)])
 
 

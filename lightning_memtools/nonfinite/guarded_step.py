@@ -94,6 +94,7 @@ class GuardedStep:
     read_losses: tuple[float, ...] = ()  # this rank's, in the order of `losses()`
     norms: tuple[float, ...] = ()  # of each gradient
     norm: float = math.nan  # the L2 norm over all gradients, before clipping; of all ranks where each has only a part
+    mean_loss: float = math.nan  # the mean of this rank's losses; NaN if there are none
     worst_loss: float = math.nan  # the largest mean loss of all ranks
     gradients: tuple[BadTensor, ...] = ()  # the bad ones
     scaler: str = ""  # says what the gradient scaler did, where that makes the step bad
@@ -101,11 +102,6 @@ class GuardedStep:
     def losses(self) -> list[Tensor]:
         """Return the losses of all micro-batches."""
         return [loss for micro in self.micro for loss in micro.losses]
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean of this rank's losses that were read; NaN if there are none."""
-        return sum(self.read_losses) / len(self.read_losses) if self.read_losses else math.nan
 
 
 @dataclass(slots=True)

@@ -351,7 +351,7 @@ class StepGuard:
         losses, shared = tuple(numbers[:n]), numbers[-4:] if self.exchanges else []
         norms = tuple(numbers[n : len(numbers) - len(shared)])
         step.read_losses, step.norms, step.norm = losses, norms, math.hypot(*norms)
-        step.worst_loss = step.mean_loss
+        step.worst_loss = step.mean_loss = sum(losses) / len(losses) if losses else math.nan
         if not shared:
             return False
         norm, worst_loss, is_bad, has_failed = shared
