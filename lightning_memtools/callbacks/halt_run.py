@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from lightning_memtools.nonfinite.bad_step import (
     BadStep,
     HaltStage,
     NonFiniteError,
+    as_report,
     bad_optimizer_state,
     bad_state,
     culprit_of,
@@ -71,13 +73,12 @@ class HaltRun:
 
     Attributes:
         guard: Checks each training step; set once training has begun.
-        is_training: Whether training has begun.
+        is_training: Whether training has begun, and no NaN or Inf has ended it.
     """
 
     def __init__(self, trainer: Trainer, options: HaltOnNaN) -> None:
         self._trainer, self._options = trainer, options
-        self._ranks = RankGather()
-        self._patient_ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S))  # for what takes a rerun of the step
+        self._ranks = RankGather(timedelta(seconds=RERUN_TIMEOUT_S))
         self._directory = report_directory(trainer, options.reports_to)
         self._undo: list[Callable[[], None]] = []
         self.guard: StepGuard
@@ -107,8 +108,7 @@ class HaltRun:
         # Where training_step takes its batches from the loader itself, hooks do not see them.
         self._sees_batches = "dataloader_iter" not in inspect.signature(module.training_step).parameters
         self._bad_at_start = frozenset(each.name for each in self._bad_now())
-        self._n_logged, self._warned_of_blindness = 0, False
-        self._finite_at = training_step(trainer)
+        self._n_logged = 0
         self._undo = [
             guard.close,
             watch_updates(trainer, before_update),
@@ -120,7 +120,6 @@ class HaltRun:
         while self._undo:
             self._undo.pop()()
         self._ranks.close()
-        self._patient_ranks.close()
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Keep a batch for a diagnosis. If it is the first of an optimizer step, also copy the module's buffers."""
@@ -145,10 +144,8 @@ class HaltRun:
             self._n_logged = len(self.guard.skipped)
             log_scalars(self._trainer, {"nonfinite/skipped": float(self._n_logged)}, self.guard.skipped[-1][0])
         if bad is not None:
-            self._release_checkpoints()
-            told = self._halt(bad)
-            log_text(self._trainer, "memtools/nonfinite_report", told.markdown(), told.step)
-            raise told.error()
+            self.is_training = False
+            raise self._reported(self._halt(bad).error())
 
     def read_rest(self) -> None:
         """Read the check results that are still on the device, and raise if a step was bad."""
@@ -174,26 +171,17 @@ class HaltRun:
 
         Checking steps is not enough: an update by finite gradients can overflow, and forward can write NaN to buffers.
         """
+        if not self.is_training:  # what is saved beside an error is the state before the bad step
+            return
         self.read_rest()
-        step, optimizers = training_step(self._trainer), self._trainer.optimizers
-        weights, states = self._new(bad_state(self._module)), self._new(bad_optimizer_state(self._module, optimizers))
-        gathered = self._ranks.objects((weights, states))
-        if not any(weights or states for weights, states in gathered):
-            self._finite_at = step
+        everyone = self._ranks.objects([bad for bad in self._bad_now() if bad.name not in self._bad_at_start])
+        if not any(everyone):
             return
         forbid_saving_on_exception(self._trainer)
-        # NaN in an optimizer's state is not made by an update of finite gradients, and makes weights NaN.
-        is_state = any(bad.n_nan for _, states in gathered for bad in states)
-        everyone = [[*states, *weights] if is_state else [*weights, *states] for weights, states in gathered]
-        first: list[BadTensor] = [] if is_state else next(filter(None, (weights for weights, _ in gathered)), [])
-        suspects = suspects_of_update(self._module, optimizers, first)
-        past = self.guard.history
-        error = state_error(everyone, step=step, finite_at=self._finite_at, suspects=suspects, history=past)
-        self._release_checkpoints()
-        raise self._reported(error)
-
-    def _new(self, bad: list[BadTensor]) -> list[BadTensor]:
-        return [each for each in bad if each.name not in self._bad_at_start]
+        self.is_training = False
+        suspects = suspects_of_update(self._module, self._trainer.optimizers, next(filter(None, everyone)))
+        step, past = training_step(self._trainer), self.guard.history
+        raise self._reported(state_error(everyone, step=step, suspects=suspects, history=past))
 
     def leave_clean_state(self) -> None:
         """Undo the latest step if it was bad. Called after other errors, as a checkpoint may be written afterwards."""
@@ -209,21 +197,8 @@ class HaltRun:
         except RuntimeError as error:  # the device itself may be what failed
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
-    def warn_if_blind(self) -> None:
-        """Warn once if nothing could be checked, because no gradients were seen in steps of manual optimization."""
-        groups = [group for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
-        is_trained = any(p.requires_grad for group in groups for p in group["params"])
-        if is_trained and not (self._is_automatic or self.guard.saw_gradients or self._warned_of_blindness):
-            self._warned_of_blindness = True
-            warnings.warn(
-                "HaltOnNaN saw no gradient in this epoch, so it checks none. Use self.optimizers() and "
-                "self.manual_backward(loss), by which Lightning and its callbacks see each step.",
-                DegradedWarning,
-                stacklevel=2,
-            )
-
     def _halt(self, step: GuardedStep) -> BadStep:
-        """Undo a bad step, diagnose it, write the files and the report, and return the diagnosis. Collective.
+        """Undo a bad step, diagnose it, write it and a checkpoint to files, and return the diagnosis. Collective.
 
         If the diagnosis fails on a rank, all ranks still return, with an incomplete diagnosis.
         """
@@ -231,83 +206,63 @@ class HaltRun:
         mine.rank = self._ranks.rank
         everyone = self._ranks.objects(mine)
         culprit = culprit_of(everyone)
-        checkpoint_path, checkpoint_note = self._save_last_good(everyone)
+        checkpoint = self._save_last_good(everyone)
         if self._options.explain or self._options.save_step:
             if culprit is None or culprit.rank == mine.rank:
-                is_known = culprit is not None
-                unless_it_fails(
-                    lambda: self._run_again(mine, step, checkpoint_path, is_known=is_known),
-                    lambda error: _not_found(mine, error),
-                )
-            everyone = self._patient_ranks.objects(mine)
+                again = partial(self._run_again, mine, step, checkpoint, is_known=culprit is not None)
+                unless_it_fails(again, lambda error: _not_found(mine, error))
+            everyone = self._ranks.objects(mine)
             culprit = culprit_of(everyone)
-        rank = (culprit or everyone[0]).rank
-        told = replace(
-            next((each for each in everyone if each.rank == rank), mine),
-            is_culprit=culprit is not None,
-            others=tuple(each for each in everyone if each.rank != rank),
-            skipped=tuple(self.guard.skipped),
-            checkpoint_path=checkpoint_path,
-            checkpoint_note=checkpoint_note,
-        )
-        told.report_path, told.report_note = self._write_report(f"nonfinite-step{told.step}-report.md", told.markdown())
-        return told
+        told, skipped = culprit or everyone[0], tuple(self.guard.skipped)
+        return replace(told, is_culprit=culprit is not None, skipped=skipped, checkpoint=checkpoint)
 
     def _examined(self, step: GuardedStep) -> BadStep:
         unrestored = self.guard.undo(step)
         untoggle_all(self._module)
-        bad = examine(
-            self._module,
-            step,
-            self._trainer.optimizers,
-            history=tuple(self.guard.history),
-            bad_at_start=self._bad_at_start,
-        )
+        bad = examine(self._module, step, self._trainer.optimizers, self.guard.history, self._bad_at_start)
         bad.unrestored = unrestored
         return bad
 
-    def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | None, *, is_known: bool) -> None:
+    def _run_again(self, bad: BadStep, step: GuardedStep, checkpoint: Path | str, *, is_known: bool) -> None:
         """Run a step again to explain `bad`. Save the step if it is bad again or `is_known` to be the cause."""
         if self.guard.is_sharded or any(micro.batch is None for micro in step.micro):
             why = "no rank has all weights" if self.guard.is_sharded else "hooks do not see its batch"
-            bad.why_no_operation = bad.step_note = f"not sought: {why}, so that the step cannot be run again"
+            bad.why_no_operation = bad.step_file = f"not sought: {why}, so that the step cannot be run again"
             return
         rerun = StepRerun(
             self._module,
             step.micro,
-            step_conditions(self._trainer),
+            StepConditions.now(self._trainer),
             optimizers=self._trainer.optimizers,
             parameters=step.parameters,
             trainer=self._trainer,
         )
-        digests = unless_it_fails(
-            lambda: run_again(bad, rerun, explains=self._options.explain), lambda error: _not_found(bad, error) or {}
-        )
-        bad.step_note = ""
+        digests = run_again(bad, rerun, explains=self._options.explain)
         if not self._options.save_step or not (is_known or bad.is_bad_alone):
             return
-        if checkpoint is None:
-            bad.step_note = "not written: there is no checkpoint that it could begin with"
+        if isinstance(checkpoint, str):
+            bad.step_file = "not written: there is no checkpoint that it could begin with"
             return
         names = names_of(self._module, step.parameters)
         saved = step_as_plain(bad, rerun, parameters=names, digests=digests, checkpoint=checkpoint.name)
         name = f"nonfinite-step{bad.step}-rank{bad.rank}.pt"
         written = write_file(self._directory, name, lambda path: torch.save(saved, path))
-        if isinstance(written, NotWritten):
-            bad.step_note = written.reason
-        else:
-            bad.step_path = written
+        bad.step_file = written.reason if isinstance(written, NotWritten) else written
 
-    def _save_last_good(self, everyone: list[BadStep]) -> tuple[Path | None, str]:
-        """Write a checkpoint of the state before a bad step, if it was finite on all ranks (`everyone`). Collective."""
+    def _save_last_good(self, everyone: list[BadStep]) -> Path | str:
+        """Write a checkpoint of the state before a bad step, if it was finite on all ranks (`everyone`). Collective.
+
+        Returns:
+            Its path, or why it was not written.
+        """
         bad = [tensor for each in everyone for tensor in each.before]
         if bad:
             forbid_saving_on_exception(self._trainer)
-            return None, f"not written: weights or buffers were bad before this step: {bad[0]}"
+            return f"not written: weights or buffers were bad before this step: {bad[0]}"
         if not self._options.save_last_good:
-            return None, "not asked for (save_last_good=False)"
+            return "not asked for (save_last_good=False)"
         if isinstance(self._directory, NotWritten):
-            return None, self._directory.reason
+            return self._directory.reason
         path = self._directory / f"nonfinite-step{everyone[0].step}-last-good.ckpt"
 
         def save() -> str:
@@ -317,26 +272,25 @@ class HaltRun:
             return ""
 
         failure = self._ranks.objects(unless_it_fails(save, lambda error: f"could not be written: {error}"))[0]
-        return (None, failure) if failure else (path, "")
+        return failure or path
 
     def _bad_now(self) -> list[BadTensor]:
-        return [*bad_state(self._module), *bad_optimizer_state(self._module, self._trainer.optimizers)]
-
-    def _release_checkpoints(self) -> None:
-        """From now on, let checkpoints be written without a check for NaN and Inf."""
-        if self._undo:
-            self._undo[-1]()
+        states = bad_optimizer_state(self._module, self._trainer.optimizers)
+        # NaN in an optimizer's state is not made by an update of finite gradients, and makes weights NaN.
+        causes, others = [each for each in states if each.n_nan], [each for each in states if not each.n_nan]
+        return [*causes, *bad_state(self._module), *others]
 
     def _reported(self, error: NonFiniteError) -> NonFiniteError:
-        """Write the report of an error, and return the error with the report's path added. Collective."""
-        error.path, note = self._write_report(f"nonfinite-{error.stage}-step{error.step}-report.md", str(error))
-        log_text(self._trainer, "memtools/nonfinite_report", str(error), error.step)
-        error.args = (f"{error}\nReport: {short_path(str(error.path)) if error.path else note}",)
+        """Write the report of an error and log it, and return the error with the report's path added. Collective."""
+        name, report = f"nonfinite-step{error.step}-report.md", as_report(error)
+        written = write_report_on_rank_zero(self._directory, name, report, self._ranks)
+        log_text(self._trainer, "memtools/nonfinite_report", report, error.step)
+        error.path, note = (
+            (None, written.reason) if isinstance(written, NotWritten) else (written, short_path(str(written)))
+        )
+        *lines, advice = str(error).splitlines()
+        error.args = ("\n".join([*lines, f"Report: {note}", advice]),)
         return error
-
-    def _write_report(self, name: str, text: str) -> tuple[Path | None, str]:
-        written = write_report_on_rank_zero(self._directory, name, text, self._ranks)
-        return (None, written.reason) if isinstance(written, NotWritten) else (written, "")
 
 
 def _unexamined(step: GuardedStep, error: str) -> BadStep:
@@ -346,19 +300,7 @@ def _unexamined(step: GuardedStep, error: str) -> BadStep:
     return bad
 
 
-def _not_found(bad: BadStep, error: str) -> Any:
+def _not_found(bad: BadStep, error: str) -> None:
     """Record in `bad` that, because of an error, the bad operation is unknown or the step was not written to a file."""
     bad.why_no_operation = bad.why_no_operation or ("" if bad.what else f"not found: {error}")
-    bad.step_note = f"could not be written: {error}"
-
-
-def step_conditions(trainer: Trainer) -> StepConditions:
-    """Return the settings of torch, the Trainer and the gradient scaler under which a training step runs."""
-    module, scaler = trainer.lightning_module, gradient_scaler(trainer)
-    with trainer.precision_plugin.train_step_context():
-        return StepConditions.now(
-            trainer,
-            module.device.type,
-            divided_by=trainer.accumulate_grad_batches if module.automatic_optimization else 1,
-            scale=None if scaler is None else scaler.get_scale(),
-        )
+    bad.step_file = f"could not be written: {error}"

@@ -52,10 +52,8 @@ class SpikesRun:
             )
         )
         self._directory = report_directory(trainer, options.reports_to)
-        self._loop: LoopMarker | None = None
         self._point: _RollbackPoint | None = None
         self._last_step = -1  # of the latest spike
-        self._n_actions = 0
         self._goes_back = False
 
     def judge(self, step: GuardedStep) -> bool:
@@ -64,7 +62,7 @@ class SpikesRun:
         Raises:
             LossSpikeError: The step has a spike, and `max_actions` others were already skipped or rolled back.
         """
-        options, loss, norm = self._options, step.reading.worst_loss, step.reading.norm
+        options, loss, norm = self._options, step.worst_loss, step.norm
         index = next((i for i, each in enumerate(self._trainer.optimizers) if each is step.optimizer), 0)
         loss_spike = self._windows[index, "loss"].judge(loss)
         norm_spike = self._windows[index, "norm"].judge(norm)
@@ -82,9 +80,8 @@ class SpikesRun:
         )
         is_new = self._last_step < 0 or step.number - self._last_step > options.window
         self._last_step = step.number
-        halts = False
+        halts = options.action != "report" and len(self.spikes) >= options.max_actions
         if options.action != "report":
-            halts, self._n_actions = self._n_actions >= options.max_actions, self._n_actions + 1
             spike = self._with_action(spike, halts=halts)
         if is_new or halts:
             spike = self._tell(spike)
@@ -128,13 +125,12 @@ class SpikesRun:
         trainer = self._trainer
         if self._options.action != "rollback":
             return
-        self._loop = self._loop or LoopMarker(trainer)
         self._point = None  # its memory is free for the next one
         roots = [self._module, *trainer.optimizers, gradient_scaler(trainer)]
         data = (DataLoader, Dataset)  # they go on: the batches since then are left out
         self._point = _RollbackPoint(
             StateSnapshot(roots, skip=(type(trainer), *data), host=host_memory),
-            self._loop.mark_updates(),
+            LoopMarker(trainer).mark_updates(),
             n_steps,
             trainer.global_step,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -19,13 +19,12 @@ from torch.optim import Optimizer
 from lightning_memtools.memory.nested_tensors import plain_name
 from lightning_memtools.memory.user_code import short_path
 from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad, floats_of, norms_of
+from lightning_memtools.nonfinite.finite_checks import BadTensor, find_bad
 from lightning_memtools.nonfinite.guarded_step import BadInput, GuardedStep, PastStep, bad_inputs
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import Table, markdown_table
 
 HaltStage = Literal["train", "val", "test"]
-_MOST_ROWS = 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,10 +43,8 @@ class BadStep:
     inputs: tuple[BadInput, ...] = ()  # the tensors of the batches that hold NaN or Inf
     history: tuple[PastStep, ...] = ()  # the last steps; the bad one is the last
     learning_rates: tuple[float, ...] = ()
-    huge: str = ""  # the matrix of weights that a step before has made too large, if there is one, and its size
     suspects: tuple[str, str] = ("", "")  # what of the last update can have made bad weights, and what to do
     scaler: str = ""  # what the gradient scaler did, where that is the reason
-    late: bool = False  # whether the step was decided late
     unrestored: tuple[str, ...] = ()  # the names of what could not be restored
     # --- the cause: inferred, until a rerun of the step has found the operation
     cause: NonFiniteCause = NonFiniteCause.UNKNOWN
@@ -65,18 +62,12 @@ class BadStep:
     file: str | None = None
     line: int | None = None
     samples: tuple[int, ...] = ()  # the samples of the batch that are affected, where that is known
-    batch_idx: int | None = None
     # --- of all ranks, on the one that is told of
     is_culprit: bool = False  # whether this rank's loss, batch or rerun was bad; where none was, no rank is named
-    others: tuple[BadStep, ...] = field(default=(), repr=False)
     skipped: tuple[tuple[int, tuple[int, ...]], ...] = ()  # the bad steps that were skipped before, with their batches
     # --- the files, or why there are none
-    step_path: Path | None = None
-    step_note: str = ""
-    checkpoint_path: Path | None = None
-    checkpoint_note: str = ""
-    report_path: Path | None = None
-    report_note: str = ""
+    step_file: Path | str = ""
+    checkpoint: Path | str = ""
 
     @classmethod
     def read_from(cls, step: GuardedStep) -> BadStep:
@@ -85,11 +76,10 @@ class BadStep:
         return cls(
             step=step.number,
             batches=tuple(micro.index for micro in step.micro),
-            losses=tuple(zip(indices, step.reading.losses, strict=False)),
-            norm=step.reading.norm,
+            losses=tuple(zip(indices, step.read_losses, strict=False)),
+            norm=step.norm,
             gradients=step.gradients,
             scaler=step.scaler,
-            late=step.late,
         )
 
     @property
@@ -126,14 +116,11 @@ class BadStep:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return all that is known about the step, as (name, value) rows for the error message and the report."""
-        kept = f" (but for {first_of(self.unrestored)}: see State)" if self.unrestored else ""
-        checkpoint = f"{_shown(self.checkpoint_path)}{kept}" if self.checkpoint_path else self.checkpoint_note
         facts = [
             ("Cause", f"{self.cause}: {self.because}"),
             ("Operation", self.what or self.why_no_operation),
             ("Tried", self.confirmed),
             ("Losses of the step", _losses(self)),
-            ("Losses of the other ranks", "; ".join(f"rank {each.rank}: {_losses(each)}" for each in self.others)),
             ("Bad gradients", named(self.gradients)),
             ("Bad weights before the step", named(self.before)),
             ("Bad inputs", "; ".join(map(str, self.inputs)) or "none"),
@@ -141,8 +128,8 @@ class BadStep:
             *_series(self.history),
             ("Bad steps skipped before", ", ".join(f"{step} (batches {list(b)})" for step, b in self.skipped)),
             ("State", self._state()),
-            ("Last good checkpoint", checkpoint),
-            ("The step as a file", _shown(self.step_path) or self.step_note),
+            ("Last good checkpoint", _shown(self.checkpoint)),
+            ("The step as a file", _shown(self.step_file)),
         ]
         return [(what, value) for what, value in facts if value]
 
@@ -152,36 +139,16 @@ class BadStep:
             text = "the update was not applied, but weights or buffers were bad before this step"
         if self.unrestored:
             text += f", except {first_of(self.unrestored)}, which this step wrote and of which there was no copy"
-        if self.late:
-            text += ". This was read one step late: data loaders, random numbers and other callbacks are one step ahead"
         return f"{text}. Other attributes of the module are as the step left them."
 
-    @property
-    def next(self) -> str:
-        """Advice on what to do next. If the step was written to a file, this includes the command to run it again."""
-        if self.step_path is None:
-            return self.advice
-        command = f"memtools replay {quote(_shown(self.step_path))} --model {self.model}"
-        return f"{self.advice} Run the step again: {command}"
-
-    def message(self) -> str:
-        """Return the error message, with everything that is in the report."""
-        lines = [f"{what}: {value}" for what, value in self.facts()]
-        report = f"Report: {_shown(self.report_path) or self.report_note}"
-        return "\n".join([self.headline, *lines, report, f"Next: {self.next}"])
-
-    def markdown(self) -> str:
-        """Return the report as markdown: a table of facts, and a table of the first gradients with NaN or Inf."""
-        rows = [("Next", self.next), *self.facts()]
-        amounts = [(each.name, each.amount) for each in self.gradients[:_MOST_ROWS]]
-        tables = Table(("", ""), rows, "ll"), Table(("bad gradient", "amount"), amounts, "ll")
-        more = [f"and {len(self.gradients) - _MOST_ROWS} more"] if len(self.gradients) > _MOST_ROWS else []
-        return "\n\n".join([f"# Not finite: {self.headline}", *map(markdown_table, tables), *more]) + "\n"
-
     def error(self) -> NonFiniteError:
-        """Return the error to raise for this step."""
+        """Return the error to raise for this step. If it is in a file, its advice has the command to run it again."""
+        lines = [self.headline, *(f"{what}: {value}" for what, value in self.facts()), f"Next: {self.advice}"]
+        if isinstance(self.step_file, Path):
+            command = f"memtools replay {quote(_shown(self.step_file))} --model {self.model}"
+            lines[-1] += f" Run the step again: {command}"
         return NonFiniteError(
-            self.message(),
+            "\n".join(lines),
             step=self.step,
             batch_idx=self.first_bad_batch,
             rank=self.rank if self.is_culprit else None,
@@ -189,9 +156,8 @@ class BadStep:
             parameters=self.gradients or self.before,
             losses=tuple(past.loss for past in self.history),
             norms=tuple(past.norm for past in self.history),
-            path=self.report_path,
-            checkpoint_path=self.checkpoint_path,
-            step_path=self.step_path,
+            checkpoint_path=self.checkpoint if isinstance(self.checkpoint, Path) else None,
+            step_path=self.step_file if isinstance(self.step_file, Path) else None,
             explanation=self if self.what else None,
         )
 
@@ -238,9 +204,8 @@ def examine(
     model: Module,
     step: GuardedStep,
     optimizers: Iterable[Optimizer],
-    *,
-    history: Sequence[PastStep] = (),
-    bad_at_start: frozenset[str] = frozenset(),
+    history: Iterable[PastStep],
+    bad_at_start: frozenset[str],
 ) -> BadStep:
     """Examine a bad step after it was undone, and return what this rank knows about it.
 
@@ -254,7 +219,6 @@ def examine(
     bad.inputs = tuple(each for micro in step.micro for each in bad_inputs(micro))
     bad.history = tuple(history)
     bad.learning_rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
-    bad.huge = huge_weights(model)
     bad.suspects = suspects_of_update(model, optimizers, [e for e in weights if e.name not in bad_at_start])
     infer(bad)
     return bad
@@ -297,30 +261,21 @@ def suspects_of_update(model: Module, optimizers: Iterable[Optimizer], bad: Sequ
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             dtypes = {p.dtype for p in group["params"] if id(p) in weights}
-            if dtypes:
-                rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
-                last = f"the last update was that of {type(optimizer).__name__} at {rate}"
-                settings = [pair for key, value in group.items() if (pair := _suspicion(key, value, dtypes))]
-                return "; ".join([*(text for text, _ in settings), last]), (
-                    settings[0][1] if settings else ADVICE["bad update"]
-                )
+            if not dtypes:
+                continue
+            rate = f"a learning rate of {float(group['lr']):g}" if "lr" in group else "an unknown learning rate"
+            last, eps = f"the last update was that of {type(optimizer).__name__} at {rate}", group.get("eps")
+            floats = [dtype for dtype in dtypes if dtype.is_floating_point and isinstance(eps, float)]
+            zero = next((dtype for dtype in floats if not torch.tensor(eps, dtype=dtype)), None)
+            if zero is None:
+                return last, ADVICE["bad update"]
+            text = f"eps={eps:g} is 0 in {str(zero).removeprefix('torch.')}, so that the update may have divided by 0"
+            least = 1e-4 if zero == torch.float16 else 1e-8
+            return f"{text}; {last}", ADVICE["bad eps"].format(eps=least)
     return "", ""
 
 
-def _suspicion(key: str, value: Any, dtypes: set[torch.dtype]) -> tuple[str, str] | None:
-    if key == "eps" and isinstance(value, float):
-        zero = [dtype for dtype in dtypes if dtype.is_floating_point and not torch.tensor(value, dtype=dtype)]
-        if zero:
-            name, eps = str(zero[0]).removeprefix("torch."), 1e-4 if zero[0] == torch.float16 else 1e-8
-            text = f"eps={value:g} is 0 in {name}, so that the update may have divided by 0"
-            return text, ADVICE["bad eps"].format(eps=eps)
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    is_bad = isinstance(number, float) and not math.isfinite(number)
-    return (f"{key} is {number}", ADVICE["bad setting"]) if is_bad else None
-
-
 GREW = 10.0  # In healthy training, gradient norms and losses fall or stay; noise stays well below this.
-_HUGE = 100.0  # The root mean square of a matrix of weights stays below this in healthy training.
 
 
 def infer(bad: BadStep) -> None:
@@ -352,26 +307,15 @@ def already_bad(bad: BadStep, names: str) -> str:
     return f"{names} was already NaN or Inf before this step{f' ({bad.suspects[0]})' if bad.suspects[0] else ''}"
 
 
-def huge_weights(model: Module) -> str:
-    """Return a phrase that names the first weight matrix whose values are far too large; "" if there is none."""
-    trained = [(name, floats_of(p)) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
-    matrices = {name: floats for name, floats in trained if floats is not None}
-    for (name, floats), norm in zip(matrices.items(), norms_of([*matrices.values()], exact=True), strict=True):
-        size = float(norm) / math.sqrt(floats.numel())
-        if _HUGE <= size < math.inf:
-            return f"{plain_name(name)} had grown to {size:.3g} (root mean square)"
-    return ""
-
-
 def what_grew(bad: BadStep) -> str:
-    """Return a phrase that says what grew too large before the step (gradient norm, loss or weights); "" if nothing."""
+    """Return a phrase that says what grew too large before the step (gradient norm or loss); "" if nothing."""
     before = bad.history[:-1]
     for what, values in (("gradient norm", [past.norm for past in before]), ("loss", [past.loss for past in before])):
         finite = [abs(value) for value in values if math.isfinite(value)]
         start = median(finite[: len(finite) // 2]) if len(finite) > 1 else 0.0
         if start > 0 and finite[-1] >= GREW * start:
             return f"the {what} had grown {finite[-1] / start:.3g}-fold over the {len(before)} steps before"
-    return bad.huge
+    return ""
 
 
 def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
@@ -386,28 +330,23 @@ def culprit_of(everyone: Sequence[BadStep]) -> BadStep | None:
 
 
 def state_error(
-    everyone: Sequence[Sequence[BadTensor]],
-    *,
-    step: int,
-    finite_at: int,
-    suspects: tuple[str, str],
-    history: Sequence[PastStep],
+    everyone: Sequence[Sequence[BadTensor]], *, step: int, suspects: tuple[str, str], history: Sequence[PastStep]
 ) -> NonFiniteError:
     """Return the error that is raised instead of saving a checkpoint with NaN or Inf. `everyone`: bad tensors per rank.
 
-    `finite_at` is the last step at which all tensors were known to be finite. `suspects`: see `suspects_of_update`.
+    The first of them tells the cause. `suspects`: see `suspects_of_update`.
     """
     rank, bad = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs)
-    text, advice = suspects
-    is_large = " of " in bad[0].name and not bad[0].n_nan  # a state, as bad_optimizer_state names it
+    is_state = " of " in bad[0].name  # as bad_optimizer_state names it
+    text, advice = ("", "") if is_state else suspects
     cause = NonFiniteCause.BAD_PARAMETER if text else NonFiniteCause.STATE
-    made = f"the last update may have made it: {text}" if text else "what wrote it since is not known"
-    if is_large:  # finite gradients can make Inf of an optimizer's state, but no NaN
+    made = f"the last update may have made it: {text}" if text else "what wrote it is not known"
+    if is_state and not bad[0].n_nan:  # finite gradients can make Inf of an optimizer's state, but no NaN
         made, advice = "the square of a gradient may be too large for its type", ADVICE["large state"]
     lines = [
         f"{bad[0]} is not finite at step {step} (rank {rank}). No checkpoint was written.",
         f"Bad weights, buffers and optimizer state: {named(bad)}.",
-        f"Cause: {cause}: losses and gradients were finite. It was finite at step {finite_at}; {made}.",
+        f"Cause: {cause}: losses and gradients were finite; {made}.",
         *(f"{what}: {values}" for what, values in _series(history)),
         f"Next: {advice or ADVICE['bad state']}",
     ]
@@ -436,8 +375,15 @@ def named(bad: Sequence[BadTensor]) -> str:
     return first_of(bad, 5) or "none"
 
 
-def _shown(path: Path | None) -> str:
-    return "" if path is None else short_path(str(path))
+def as_report(error: NonFiniteError) -> str:
+    """Return an error's message as markdown, with a table of its facts."""
+    headline, *facts, advice = str(error).splitlines()
+    rows = [tuple(line.partition(": ")[::2]) for line in (advice, *facts)]
+    return f"# Not finite: {headline}\n\n{markdown_table(Table(('', ''), rows, 'll'))}\n"
+
+
+def _shown(file: Path | str) -> str:
+    return file if isinstance(file, str) else short_path(str(file))
 
 
 def _losses(bad: BadStep) -> str:

@@ -36,7 +36,6 @@ ADVICE = {
     "bad weights": "start again from a finite checkpoint; see what wrote these weights.",
     "bad eps": 'pass eps={eps:g} to the optimizer, or train with precision="bf16-mixed" or "32-true", which keep '
     "weights in float32. Then start from an earlier checkpoint.",
-    "bad setting": "keep that setting finite, and start from an earlier checkpoint.",
     "bad update": "start from an earlier checkpoint. A learning rate that is too large may have made them (lower it), "
     "or what changes gradients after backward, such as clipping and hooks (mend it).",
     "bad state": "mend what writes it, which may be a branch that does not reach the loss, or validation; then start "

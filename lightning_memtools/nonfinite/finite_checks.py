@@ -141,17 +141,12 @@ class BadTensor:
     n_elements: int
     norm: float = math.nan  # the L2 norm: NaN if an element is NaN, else inf
 
-    @property
-    def amount(self) -> str:
-        """A string with the number of NaN and Inf elements, such as "2 NaN of 8, 25%"."""
+    def __str__(self) -> str:
         if self.n_nan is None or self.n_inf is None:
-            return f"holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted"
+            return f"{self.name} (holds {'NaN' if math.isnan(self.norm) else 'Inf'}, not counted)"
         kinds = [f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n]
         share = (self.n_nan + self.n_inf) / self.n_elements
-        return f"{' and '.join(kinds)} of {self.n_elements}, {100 * share:.3g}%"
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.amount})"
+        return f"{self.name} ({' and '.join(kinds)} of {self.n_elements}, {100 * share:.3g}%)"
 
 
 def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
@@ -160,7 +155,8 @@ def find_bad(named: Iterable[tuple[str, Tensor]]) -> list[BadTensor]:
     if not pairs:
         return []
     norms = norms_of([floats for _, floats in pairs])
-    values = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).tolist()  # one wait
+    # One wait. Unlike in `measure`, the first may be on the host, whose copies of the others have to have arrived.
+    values = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).tolist()
     return count_bad([(*pair, value) for pair, value in zip(pairs, values, strict=True)])
 
 

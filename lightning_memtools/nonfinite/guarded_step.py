@@ -20,10 +20,6 @@ from lightning_memtools.state.random_state import RandomState
 MAX_SAMPLES = 8  # of the bad ones, how many are listed
 
 
-def do_nothing() -> None:
-    """Do nothing."""
-
-
 @dataclass(slots=True, eq=False)
 class MicroBatch:
     """A micro-batch of an optimizer step, with its losses."""
@@ -84,41 +80,24 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 @dataclass(slots=True, eq=False)  # one is made in each step, and a frozen one takes three times as long
-class StepReading:
-    """The losses and gradient norms of a step, after the host has read them."""
-
-    norm: float  # the L2 norm over all gradients, before clipping; of all ranks where no rank has all gradients
-    losses: tuple[float, ...]  # this rank's, in the order of `GuardedStep.losses()`
-    norms: tuple[float, ...] = ()  # of each gradient
-    worst_loss: float = math.nan  # the largest mean loss of all ranks
-    is_bad_anywhere: bool = False  # whether a rank's numbers that decide are not finite, where ranks exchange them
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean of this rank's losses; NaN if there are none."""
-        return sum(self.losses) / len(self.losses) if self.losses else math.nan
-
-
-UNREAD = StepReading(math.nan, ())
-
-
-@dataclass(slots=True, eq=False)
 class GuardedStep:
     """An optimizer step, from its first micro-batch to its update, with its losses and gradient norms."""
 
     number: int  # the training step, counted as the x axis of the logs counts
+    micro: list[MicroBatch]  # its micro-batches, oldest first
     # puts the caller's counters back to the start of this step; None while that is not known yet
     restore_loop: Callable[[], None] | None
-    micro: list[MicroBatch] = field(default_factory=list)  # its micro-batches, oldest first
     optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
     parameters: Sequence[Tensor] = ()  # the parameters with a gradient
-    restore_settings: Callable[[], None] = do_nothing  # those of the optimizer, where the step is decided late
+    restore_settings: Callable[[], None] = lambda: None  # those of the optimizer, where the step is decided late
     # --- what was read of it
-    reading: StepReading = UNREAD
+    read_losses: tuple[float, ...] = ()  # this rank's, in the order of `losses()`
+    norms: tuple[float, ...] = ()  # of each gradient
+    norm: float = math.nan  # the L2 norm over all gradients, before clipping; of all ranks where each has only a part
+    mean_loss: float = math.nan  # the mean of this rank's losses; NaN if there are none
+    worst_loss: float = math.nan  # the largest mean loss of all ranks
     gradients: tuple[BadTensor, ...] = ()  # the bad ones
-    late: bool = False  # whether it was read only after its update was made or held back on the device
     scaler: str = ""  # says what the gradient scaler did, where that makes the step bad
-    later: tuple[GuardedStep, ...] = ()  # the steps that were held back after it, before the host knew of it
 
     def losses(self) -> list[Tensor]:
         """Return the losses of all micro-batches."""

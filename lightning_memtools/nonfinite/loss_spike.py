@@ -57,14 +57,13 @@ class LossSpike:
 
     def action(self) -> str:
         """Return a sentence that says what was done about the spike."""
-        if self.done == "skip":
-            return "Its update was held back."
-        if self.done == "rollback":
-            updates = f"{self.taken_back} update{'s' * (self.taken_back != 1)}"
-            return f"Training was taken back by {updates}, and goes on with the next batch."
-        if self.done == "halt":
-            return "Training ends: its update was not made."
-        return "Nothing was changed: its update is made."
+        updates = f"{self.taken_back} update{'s' * (self.taken_back != 1)}"
+        return {
+            "report": "Nothing was changed: its update is made.",
+            "skip": "Its update was held back.",
+            "rollback": f"Training was taken back by {updates}, and goes on with the next batch.",
+            "halt": "Training ends: its update was not made.",
+        }[self.done]
 
     def lines(self) -> list[str]:
         """Return all that is known about the spike, as lines for the report."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -51,26 +51,22 @@ class TensorFacts:
     samples: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BadUse:
-    """A tensor with NaN or Inf that is an input or output of an operation."""
-
-    key: int  # the key of its memory; see `StorageKeys`
-    has_nan: bool  # whether it holds NaN, and not only Inf
+BadMemory = dict[int, bool]
+"""Memory with NaN or Inf: the key of its storage (see `StorageKeys`) to whether it holds NaN, and not only Inf."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BadOperation:
     """An operation whose outputs hold NaN or Inf."""
 
-    number: int  # its place in the order of operations
+    number: int  # its place among those that were recorded
     operation: str  # the name that PyTorch dispatches it by, such as ``"aten.log"``
     of_forward: str  # in backward: the forward operation that it belongs to, such as ``"aten.sqrt"``
     backward: bool  # whether it ran in backward
     module: str  # the module that ran, or whose forward pass belongs to it; empty for training_step itself
     place: CodeLine | None  # the line of code
-    inputs: tuple[BadUse, ...]  # the bad tensors among its inputs
-    outputs: tuple[BadUse, ...]  # the bad tensors among its outputs
+    inputs: BadMemory  # the bad tensors among its inputs
+    outputs: BadMemory  # the bad tensors among its outputs
     constant: bool  # whether the bad value was written in the code: NaN or Inf as a number among its arguments
     scalars: tuple[float, ...]  # the numbers among its arguments
     # --- where it made a bad value out of good ones
@@ -82,7 +78,7 @@ class BadOperation:
     @property
     def gives_nan(self) -> bool:
         """True if an output holds NaN."""
-        return _hold_nan(self.outputs)
+        return any(self.outputs.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +148,8 @@ class OperationTrace(DispatchMode):
         self._names = {id(part): plain_name(name) for name, part in model.named_modules()}
         self._running: list[str] = []  # the modules that run, innermost last
         self._forward: dict[int, _ForwardOperation] = {}
-        self._n_operations = 0
         self._n_nodes, self._thread = autograd_sequence_number(), get_ident()
-        self._read: tuple[BadUse, ...] = ()  # where the last bad Python number was read from
+        self._read: BadMemory = {}  # where the last bad Python number was read from
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -174,7 +169,6 @@ class OperationTrace(DispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._n_operations += 1
         backward = in_backward()
         self._note_nodes(func, backward=backward)
         taken, keys = (args, kwargs or {}), dict[int, int]()
@@ -183,10 +177,10 @@ class OperationTrace(DispatchMode):
         if operator_schema(func).is_mutable or "batch_norm" in func.name():
             taken = tree_map_only(Tensor, lambda each: self._copy(each, keys), taken)
         out = func(*args, **(kwargs or {}))
-        bad = tuple(use for tensor in tensors_in(out) if (use := self._use(tensor)) is not None)
+        bad = self._bad_among(tensors_in(out), {})
         if func is LOCAL_SCALAR:
             if isinstance(out, float) and not math.isfinite(out):
-                self._read = tuple(self._bad_among(tree_leaves(taken), keys))
+                self._read = self._bad_among(tree_leaves(taken), keys)
         elif bad and not func.is_view:
             self._note(func, taken, keys, out, bad, backward=backward)
         return out
@@ -200,16 +194,14 @@ class OperationTrace(DispatchMode):
             keys[id(copied)] = key
         return copied
 
-    def _use(self, tensor: Tensor, key: int | None = None) -> BadUse | None:
-        if (floats := bad_floats_of(tensor)) is None:
-            return None
-        key = self.memory.key(tensor) if key is None else key
-        return None if key is None else BadUse(key, bool(floats.isnan().any()))
-
-    def _bad_among(self, values: Sequence[Any], keys: dict[int, int]) -> Iterator[BadUse]:
+    def _bad_among(self, values: Iterable[Any], keys: Mapping[int, int]) -> BadMemory:
+        """Return the memory of the bad tensors among `values`. `keys` has those of copies, by the copy's id."""
+        bad: BadMemory = {}
         for value in values:
-            if isinstance(value, Tensor) and (use := self._use(value, keys.get(id(value)))) is not None:
-                yield use
+            floats = bad_floats_of(value) if isinstance(value, Tensor) else None
+            if floats is not None and (key := keys.get(id(value), self.memory.key(value))) is not None:
+                bad[key] = bad.get(key, False) or bool(floats.isnan().any())
+        return bad
 
     def _note_nodes(self, func: Any, *, backward: bool) -> None:
         """Record which forward operation created the autograd nodes that are new since the last call.
@@ -244,25 +236,25 @@ class OperationTrace(DispatchMode):
         taken: tuple[Any, Any],
         keys: dict[int, int],
         out: Any,
-        outputs: tuple[BadUse, ...],
+        outputs: BadMemory,
         *,
         backward: bool,
     ) -> None:
         flat = tree_leaves(taken)
         tensors = [each for each in flat if isinstance(each, Tensor)]
         numbers = tuple(float(each) for each in flat if isinstance(each, (int, float)) and not isinstance(each, bool))
-        inputs = tuple(self._bad_among(flat, keys))
+        inputs = self._bad_among(flat, keys)
         is_constant = not all(map(math.isfinite, numbers))
         if is_constant and self._read:
-            inputs, is_constant = (*inputs, *self._read), False
+            inputs, is_constant = {**self._read, **inputs}, False
         known = self._forward.get(node_in_backward()) if backward else None
         place = _line_here(in_backward=backward)
-        makes_bad = not inputs or (_hold_nan(outputs) and not _hold_nan(inputs))
+        makes_bad = not inputs or (any(outputs.values()) and not any(inputs.values()))
         took = list(map(facts_of, tensors)) if makes_bad else []
         gave = [facts_of(each, only_nan=bool(inputs)) for each in tensors_in(out)] if makes_bad else []
         self.events.append(
             BadOperation(
-                number=self._n_operations,
+                number=len(self.events),
                 operation=_name(func),
                 # A line within backward is the user's own, of a torch.autograd.Function: it stands for itself.
                 of_forward=known.operation if known is not None and place is None else "",
@@ -292,10 +284,6 @@ def _is_late_mask(factors: Sequence[Tensor]) -> bool:
 def _name(func: Any) -> str:
     name: str = func.name().partition(".")[0].replace("::", ".")
     return name.replace("aten._", "aten.") if name.endswith("softmax") else name
-
-
-def _hold_nan(uses: Sequence[BadUse]) -> bool:
-    return any(use.has_nan for use in uses)
 
 
 def _line_here(*, in_backward: bool) -> CodeLine | None:

@@ -19,11 +19,12 @@ from torch.nn.parameter import is_lazy
 from lightning_memtools._torch import buffers_of, is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, plain_name
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.nonfinite.bad_step import BadStep, huge_weights
+from lightning_memtools.nonfinite.bad_step import BadStep
 from lightning_memtools.nonfinite.explain import explain
 from lightning_memtools.nonfinite.finite_checks import find_bad
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
 from lightning_memtools.nonfinite.step_rerun import (
+    PRECISIONS,
     SIMPLE,
     TRAINER_FACTS,
     CannotRerunError,
@@ -36,7 +37,7 @@ from lightning_memtools.reporting.tables import shown_as
 from lightning_memtools.simulation.step_runner import is_lightning_module
 from lightning_memtools.state.random_state import RandomState, random_streams_restored
 
-VERSION = 5
+VERSION = 6
 
 
 class StepFileError(RuntimeError):
@@ -64,7 +65,6 @@ def step_as_plain(
         "step": bad.step,
         "rank": bad.rank,
         "text": f"{bad.headline}\nCause: {bad.cause}: {bad.because}\n{bad.what}",
-        "module": bad.model,
         "checkpoint": checkpoint,
         "conditions": {**asdict(rerun.conditions), "trainer": dict(rerun.conditions.trainer)},
         "machine": {"torch": str(torch.__version__), "device": str(device)},
@@ -259,7 +259,7 @@ def _replay(path: Path, model: Any) -> Replay:
         )
         for each in saved["micro"]
     ]
-    conditions = _conditions(saved["conditions"], device)
+    conditions = _conditions(saved["conditions"])
     optimizers, schedulers = configured(module, conditions)
     for optimizer, state in zip(optimizers, (weights or {}).get("optimizer_states", ()), strict=False):
         with contextlib.suppress(ValueError, KeyError):  # the step sees a fresh optimizer
@@ -268,7 +268,6 @@ def _replay(path: Path, model: Any) -> Replay:
     parameters = [p for name, p in module.named_parameters() if plain_name(name) in wanted]
     rates = tuple(float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
     bad = BadStep(step=int(saved["step"]), rank=int(saved["rank"]), learning_rates=rates, doubts=tuple(doubts))
-    bad.huge = huge_weights(module)
     rerun = StepRerun(module, micro, conditions, optimizers=optimizers, schedulers=schedulers, parameters=parameters)
     with rerun:
         outcome = rerun.run()
@@ -331,11 +330,10 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor], device: torch.d
         buffers_of(parts[owner])[key] = value.to(device)
 
 
-def _conditions(saved: Mapping[str, Any], device: torch.device) -> StepConditions:
-    """Return the settings under which the step ran, read from its file. Only plain values and dtypes are accepted."""
+def _conditions(saved: Mapping[str, Any]) -> StepConditions:
+    """Return the settings under which the step ran, read from its file. Only plain values are accepted."""
     conditions = StepConditions(**saved)
-    for name in filter(None, (conditions.autocast, conditions.default_dtype)):
-        if not isinstance(getattr(torch, name, None), torch.dtype):
-            raise TypeError(f"torch.{name} is no data type")
+    if conditions.precision not in PRECISIONS:
+        raise ValueError(f"precision={conditions.precision!r} is none of {', '.join(PRECISIONS)}")
     facts = {key: value for key, value in conditions.trainer.items() if key in TRAINER_FACTS and type(value) in SIMPLE}
-    return replace(conditions, trainer=facts, device_type=device.type)
+    return replace(conditions, trainer=facts)

@@ -5,37 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_memtools._torch import takes_scaled_gradients
+from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.error_frames import in_one_line
 from lightning_memtools.memory.nested_tensors import names_of
 from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
-from lightning_memtools.nonfinite.guarded_step import (
-    BatchKeeper,
-    GuardedStep,
-    MicroBatch,
-    PastStep,
-    StepReading,
-    do_nothing,
-    undivided_loss,
-)
-from lightning_memtools.nonfinite.update_flag import (
-    UpdateFlag,
-    creates_state,
-    hide_gradients,
-    honours_found_inf,
-    mark_settings,
-    over_ranks,
-    poison,
-)
+from lightning_memtools.nonfinite.guarded_step import BatchKeeper, GuardedStep, MicroBatch, PastStep, undivided_loss
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
 from lightning_memtools.state.buffer_keeper import BufferKeeper
@@ -49,25 +32,54 @@ class ReadingWatch:
     """A function that is called with each step without NaN or Inf, and may prevent the step's update."""
 
     decides: bool  # whether it may hold updates back: then each step is read before its update, and the host waits
-    read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back, unless it is `late`
+    read: Callable[[GuardedStep], bool]  # returns whether the step's update is to be held back
 
 
-class Verdict(Enum):
-    """The possible decisions on a step that was checked for NaN and Inf."""
+class UpdateFlag:
+    """Decides on the device whether an optimizer step may change weights. The host reads the decision later.
 
-    GOOD = auto()  # its update is made
-    LEFT_TO_SCALER = auto()  # the gradient scaler skips its update, as is normal at first
-    SKIP = auto()  # its update is held back, and training goes on
-    HALT = auto()  # its update is held back, and training ends
+    `flag` is a 0-dim float32 tensor that is set as `found_inf` on fused optimizers: if it is 1, they change nothing.
+    After a bad step it stays 1, so that the host may read it at any later time. It is None before the first check.
+    """
 
+    def __init__(self) -> None:
+        self.flag: Tensor | None = None
+        self._sent: ArrivingValues[GuardedStep] = ArrivingValues()
+        self._attached: list[Optimizer] = []
 
-def judge(*, bad_loss: bool, bad_gradient: bool, is_scaler_normal: bool, skips_left: int) -> Verdict:
-    """Return the verdict on a step. `is_scaler_normal`: True while skips by the gradient scaler are normal."""
-    if not bad_loss and not bad_gradient:
-        return Verdict.GOOD
-    if is_scaler_normal and not bad_loss:
-        return Verdict.LEFT_TO_SCALER
-    return Verdict.SKIP if skips_left > 0 else Verdict.HALT
+    @torch.no_grad()
+    def check(self, optimizer: Optimizer, numbers: Tensor, deciding: slice, step: GuardedStep) -> None:
+        """If any of `numbers[deciding]` is NaN or Inf, prevent the update of this step and of all later steps."""
+        if self.flag is None:
+            self.flag = torch.zeros((), device=numbers.device)
+        numbers = numbers.to(self.flag.device, non_blocking=True)
+        bad = ~torch.isfinite(numbers[deciding]).all()
+        # Exactly 0 or 1: the kernels subtract it from the step count.
+        self.flag.copy_(bad | (self.flag != 0))
+        optimizer.found_inf = self.flag  # type: ignore[attr-defined]
+        if all(optimizer is not other for other in self._attached):
+            self._attached.append(optimizer)
+        self._sent.send(torch.cat([self.flag.to(numbers.dtype).reshape(1), numbers]), step)
+
+    def undecided(self) -> list[GuardedStep]:
+        """Return the steps whose results the host has not read yet, oldest first."""
+        return self._sent.notes()
+
+    def read(self, *, wait: bool) -> list[tuple[GuardedStep, bool, list[float]]]:
+        """Return the results that have reached the host, oldest step first. With `wait`, wait for all results first.
+
+        Returns:
+            (step, whether its update was prevented, the numbers that were checked) for each step.
+        """
+        return [(step, bool(bad), numbers) for (bad, *numbers), step in self._sent.receive(wait=wait)]
+
+    def close(self) -> None:
+        """Remove the flag from all optimizers, so that they make updates again. Idempotent."""
+        for optimizer in self._attached:
+            if getattr(optimizer, "found_inf", None) is self.flag:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        self._attached.clear()
+        self._sent.clear()
 
 
 class ExchangedError(RuntimeError):
@@ -92,7 +104,6 @@ class StepGuard:
     Attributes:
         history: The losses and norms of the last 20 steps, oldest first.
         skipped: The bad steps that were skipped so far, as (step number, batch indices).
-        saw_gradients: True once any parameter had a gradient in `grad`. Gradients stored elsewhere cannot be checked.
         carries_losses: True if a bad loss turns all gradients into NaN, so that the other ranks notice it.
         is_sharded: True if each rank has only a part of the weights and gradients.
         exchanges: True if each check runs a collective, in which all ranks take part.
@@ -108,44 +119,43 @@ class StepGuard:
         records: bool = True,
         gradients: Gradients = "whole",
         ranks: RankGather | None = None,
-        mark_loop: Callable[[], Callable[[], None]] = lambda: do_nothing,
+        mark_loop: Callable[[], Callable[[], None]] = lambda: lambda: None,
         watch: ReadingWatch | None = None,
     ) -> None:
         self.history: deque[PastStep] = deque(maxlen=20)
         self.skipped: list[tuple[int, tuple[int, ...]]] = []
-        self.saw_gradients = False
         self.failure = ""
         self.carries_losses, self.is_sharded = gradients == "replicated", gradients == "sharded"
         self._model, self._max_skips, self._amp_patience, self._records = model, max_skips, amp_patience, records
         self._ranks, self._mark_loop, self._watch = ranks or RankGather(), mark_loop, watch
         self.exchanges = self.is_sharded or (watch is not None and self._ranks.world_size > 1)
         self._buffers, self._batches = BufferKeeper(model), BatchKeeper()
-        self._flag: UpdateFlag | None = None
+        self._flag = UpdateFlag()
         self._is_fused: dict[Optimizer, bool] = {}
         self._scaler_skips: Counter[Optimizer] = Counter()
-        self._number, self._batch, self._n_updates = 0, MicroBatch(0, None), 0  # those of the present batch
+        self._number, self._n_updates = 0, 0  # those of the present batch
+        self._batch: tuple[int, Any, RandomState | None] = (0, None, None)  # its index, what is in it, the streams
         self._step: GuardedStep | None = None  # None between a check and the next forward pass
         self._to_skip: Optimizer | None = None
-        self._has_exchanged = False  # in the present check
 
     def begin(self, batch: Any, batch_idx: int, number: int, *, first: bool = True) -> None:
         """Store a batch before its forward pass. With `first`, it is the first micro-batch of the step `number`."""
-        kept, streams = self._batches.keep(batch), RandomState.now() if self._records else None
-        micro = MicroBatch(batch_idx, kept, streams, is_copied=self._batches.copies)
-        self._number, self._batch, self._n_updates, step = number, micro, 0, self._step
+        streams = RandomState.now() if self._records else None
+        self._batch = batch_idx, self._batches.keep(batch), streams
+        self._number, self._n_updates, step = number, 0, self._step
         if first or step is None or not step.losses():
             step = self._open()
         else:
-            step.micro.append(micro)
-        if self._flag is not None or len(step.micro) > 1:
-            undecided = () if self._flag is None else self._flag.undecided()
+            step.micro.append(self._micro())
+        undecided = self._flag.undecided()
+        if undecided or len(step.micro) > 1:
             held = [micro for each in (*undecided, step) for micro in each.micro]
             for micro in held[:-2]:  # the present one and one more stay on the device
                 micro.move_to_host()
 
     def end_batch(self) -> None:
         """Drop this guard's own reference to the batch. The current step keeps the batch until the step is checked."""
-        self._batch = MicroBatch(self._batch.index, None)
+        self._batch = self._batch[0], None, None
         self._batches.end_batch()
 
     def loss(self, loss: Tensor, *, divided_by: int = 1, scaler: Any = None) -> None:
@@ -163,24 +173,10 @@ class StepGuard:
         With `reopen`, the batch may have further optimizer steps. ExchangedError is raised on all ranks if one rank
         could not read its losses and gradients.
         """
-        self._has_exchanged = False
-        try:
-            if self.failure:
-                raise RuntimeError(self.failure)  # noqa: TRY301, handled like a failure here
-            return self._check(optimizer, scaler=scaler, reopen=reopen)
-        except Exception as error:
-            if not self.exchanges or self._has_exchanged:  # if after it, the others learn it in the next step
-                raise
-            self.failure = self.failure or in_one_line(error)
-            self._measured([], [], [], exact=False)
-            raise
-
-    def _check(self, optimizer: Optimizer, *, scaler: Any, reopen: bool) -> GuardedStep | None:
         step, self._step = self._step or self._open(), None
         step.restore_loop = step.restore_loop or self._mark_loop()
         step.optimizer = optimizer
         step.parameters, gradients = gradients_of(optimizer)
-        self.saw_gradients = self.saw_gradients or bool(gradients)
         if scaler is None and not reads_at_once(gradients) and self._can_flag(optimizer, step.parameters):
             bad = self._check_on_device(step, optimizer, gradients)
         else:
@@ -196,14 +192,32 @@ class StepGuard:
             self._to_skip = None
             hide_gradients(optimizer)
 
-    def drain(self) -> GuardedStep | None:
-        """Wait for the results of all checks that the host has not read yet. Return the first bad step, or None."""
-        return self._read_flags(wait=True)
+    def drain(self, *, wait: bool = True) -> GuardedStep | None:
+        """Wait for the results of all checks that the host has not read yet. Return the first bad step, or None.
+
+        Without `wait`, only those that have arrived are read.
+        """
+        decided = self._flag.read(wait=wait)
+        for position, (step, is_held_back, numbers) in enumerate(decided, start=1):
+            self._note_numbers(step, numbers)
+            if not is_held_back:
+                self._note_good(step)
+                continue
+            self._remember(step)
+            # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
+            named = zip(names_of(self._model, step.parameters), step.parameters, step.norms, strict=True)
+            step.gradients = tuple(
+                BadTensor(name, None, None, p.numel(), norm) for name, p, norm in named if not math.isfinite(norm)
+            )
+            later = [*decided[position:], *self._flag.read(wait=True)]
+            for each, *_ in reversed(later):  # they were held back, too, but schedulers have counted them
+                each.restore_settings()
+            return step
+        return None
 
     def undo(self, bad: GuardedStep) -> tuple[str, ...]:
         """Restore buffers, optimizer settings and the caller's counters. Return the names of what was not restored."""
-        for step in reversed((bad, *bad.later)):
-            step.restore_settings()
+        bad.restore_settings()
         unrestored = self._buffers.unrestored()
         if isinstance(bad.optimizer, LBFGS):
             unrestored.append("weights and optimizer state that evaluations of the loss in this step have moved")
@@ -214,20 +228,19 @@ class StepGuard:
 
     def close(self) -> None:
         """Remove the flag that makes optimizers skip updates, and release all tensors. Idempotent."""
-        if self._flag is not None:
-            self._flag.close()
+        self._flag.close()
         self._step = None
         self.end_batch()
         self._is_fused.clear()
         self._scaler_skips.clear()
 
     def _open(self) -> GuardedStep:
-        micro = self._batch
-        if micro.losses or self._n_updates:  # a second step within the batch has losses of its own
-            micro = replace(micro, losses=[], updates_before=self._n_updates)
-        step = self._step = GuardedStep(self._number, self._mark_loop(), [micro])
-        self._buffers.keep(unless=None if self._flag is None else self._flag.flag)
+        step = self._step = GuardedStep(self._number, [self._micro()], self._mark_loop())
+        self._buffers.keep(unless=self._flag.flag)
         return step
+
+    def _micro(self) -> MicroBatch:
+        return MicroBatch(*self._batch, updates_before=self._n_updates, is_copied=self._batches.copies)
 
     # --- one way: read before the update
 
@@ -244,47 +257,44 @@ class StepGuard:
         if numbers is None:
             return None
         scale = numbers.pop(len(losses)) if scales else 1.0
-        step.reading = reading = self._reading(step, numbers)
+        is_bad_anywhere = self._note_numbers(step, numbers)
         # Under data parallelism a rank's own loss must not decide: the others do not know it. `poison` tells them.
-        mine = (reading.norm,) if self.carries_losses else (reading.norm, *reading.losses)
-        is_suspect = reading.is_bad_anywhere if self.is_sharded else not all(map(math.isfinite, mine))
-        reading.norm = reading.norm / (scale or math.nan) if scales else reading.norm
+        mine = (step.norm,) if self.carries_losses else (step.norm, *step.read_losses)
+        is_suspect = is_bad_anywhere if self.is_sharded else not all(map(math.isfinite, mine))
+        step.norm = step.norm / (scale or math.nan) if scales else step.norm
         if not is_suspect:
             self._scaler_skips.pop(optimizer, None)
             if self._note_good(step):
                 self._hold_back(optimizer, scaler)
             return None
         self._remember(step)
-        named = zip(names_of(self._model, step.parameters), gradients, reading.norms, strict=True)
+        named = zip(names_of(self._model, step.parameters), gradients, step.norms, strict=True)
         step.gradients = tuple(count_bad(list(named)))
-        verdict = self._verdict_on(step, optimizer, scaler)
-        if verdict is Verdict.SKIP:
-            self._hold_back(optimizer, scaler)
-            self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
-        return step if verdict is Verdict.HALT else None
+        return step if self._ends_training(step, optimizer, scaler) else None
 
-    def _verdict_on(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> Verdict:
-        bad_loss, bad_gradient = not all(map(math.isfinite, step.reading.losses)), bool(step.gradients)
+    def _ends_training(self, step: GuardedStep, optimizer: Optimizer, scaler: Any) -> bool:
+        """Return whether a step that looks bad ends training. If not, its update is made, or skipped if it is bad."""
+        bad_loss, bad_gradient = not all(map(math.isfinite, step.read_losses)), bool(step.gradients)
         if self._ranks.world_size > 1 and (self.is_sharded or scaler is not None):
             everyone = self._ranks.objects((bad_loss, bad_gradient))
             bad_loss, bad_gradient = any(loss for loss, _ in everyone), any(gradient for _, gradient in everyone)
-        scale = None if scaler is None else scaler.get_scale()
-        n_in_a_row = self._scaler_skips[optimizer] + 1
-        verdict = judge(
-            bad_loss=bad_loss,
-            bad_gradient=bad_gradient,
-            is_scaler_normal=scale is not None and scale >= 1 and n_in_a_row < self._amp_patience,
-            skips_left=self._max_skips - len(self.skipped),
-        )
-        if verdict is Verdict.GOOD:  # the gradients are finite, and only their norm overflows
+        if not bad_loss and not bad_gradient:  # only the norm overflows
             self._scaler_skips.pop(optimizer, None)
-        elif scale is not None and not bad_loss:
-            self._scaler_skips[optimizer] = n_in_a_row
+            return False
+        if scaler is not None and not bad_loss:
+            self._scaler_skips[optimizer] += 1
+            scale, n_in_a_row = scaler.get_scale(), self._scaler_skips[optimizer]
+            if scale >= 1 and n_in_a_row < self._amp_patience:
+                return False  # the scaler itself skips the update, as is normal at first
             step.scaler = (
                 f"the gradient scaler skipped {n_in_a_row} step{'s' * (n_in_a_row > 1)} in a row and is at a scale of "
                 f"{scale:g} (HaltOnNaN allows {self._amp_patience} in a row above a scale of 1: amp_patience)"
             )
-        return verdict
+        if len(self.skipped) >= self._max_skips:
+            return True
+        self._hold_back(optimizer, scaler)
+        self.skipped.append((step.number, tuple(micro.index for micro in step.micro)))
+        return False
 
     def _hold_back(self, optimizer: Optimizer, scaler: Any) -> None:
         if scaler is None or not takes_scaled_gradients(optimizer):
@@ -305,34 +315,15 @@ class StepGuard:
         return self._is_fused[optimizer] and not creates_state(optimizer, parameters)
 
     def _check_on_device(self, step: GuardedStep, optimizer: Optimizer, gradients: list[Tensor]) -> GuardedStep | None:
-        bad = self._read_flags(wait=self._ranks.world_size > 1)  # ranks must not differ in when they read
+        bad = self.drain(wait=self._ranks.world_size > 1)  # ranks must not differ in when they read
         if bad is not None:
             return bad
         step.restore_settings = mark_settings(optimizer)
         losses = step.losses()
         numbers = self._measured(losses, gradients, losses, exact=True)
         if numbers is not None:
-            self._flag = self._flag or UpdateFlag(numbers.device)
             deciding = slice(len(losses) if self.carries_losses else 0, len(losses) + len(gradients))
             self._flag.check(optimizer, numbers, deciding, step)
-        return None
-
-    def _read_flags(self, *, wait: bool) -> GuardedStep | None:
-        decided = [] if self._flag is None else self._flag.read(wait=wait)
-        for position, (step, is_held_back, numbers) in enumerate(decided, start=1):
-            step.reading, step.late = self._reading(step, numbers), True
-            if not is_held_back:
-                self._note_good(step)
-                continue
-            self._remember(step)
-            # By now the gradients may be clipped, or those of the next step: their norms are all that is known.
-            named = zip(names_of(self._model, step.parameters), step.parameters, step.reading.norms, strict=True)
-            step.gradients = tuple(
-                BadTensor(name, None, None, p.numel(), norm) for name, p, norm in named if not math.isfinite(norm)
-            )
-            rest = [] if self._flag is None else self._flag.read(wait=True)
-            step.later = tuple(each for each, *_ in (*decided[position:], *rest))
-            return step
         return None
 
     # --- of both
@@ -341,42 +332,46 @@ class StepGuard:
         self, losses: list[Tensor], gradients: list[Tensor], before: list[Tensor], *, exact: bool
     ) -> Tensor | None:
         """Return one tensor: `before`, each gradient's norm and, if ranks exchange results, those of `over_ranks`."""
-        has_failed = bool(self.failure)
-        numbers = None if has_failed else measure(gradients, before, exact=exact)
         if not self.exchanges:
-            return numbers
-        self._has_exchanged = True
+            return measure(gradients, before, exact=exact)
+        numbers = None
+        try:
+            numbers = None if self.failure else measure(gradients, before, exact=exact)
+        except Exception as error:  # noqa: BLE001, the other ranks wait for this one's numbers
+            self.failure = in_one_line(error)
         device = next(self._model.parameters()).device
-        shared = over_ranks(numbers, losses, len(before), device, has_failed=has_failed)
-        if has_failed:
+        shared = over_ranks(numbers, losses, len(before), device, has_failed=bool(self.failure))
+        if self.failure:
             raise ExchangedError(self.failure)
         return shared
 
-    def _reading(self, step: GuardedStep, numbers: list[float]) -> StepReading:
+    def _note_numbers(self, step: GuardedStep, numbers: list[float]) -> bool:
+        """Store the numbers that were read of a step. Return True if ranks exchange them and any is bad anywhere."""
         n = len(step.losses())
         losses, shared = tuple(numbers[:n]), numbers[-4:] if self.exchanges else []
-        norms = numbers[n : len(numbers) - len(shared)]
-        reading = StepReading(math.hypot(*norms), losses, tuple(norms))
-        reading.worst_loss = reading.mean_loss
-        if shared:
-            norm, worst_loss, is_bad, has_failed = shared
-            if has_failed:
-                raise ExchangedError("another rank could not read its step")
-            reading.norm, reading.is_bad_anywhere = norm if self.is_sharded else reading.norm, bool(is_bad)
-            reading.worst_loss = worst_loss if losses else math.nan
-        return reading
+        norms = tuple(numbers[n : len(numbers) - len(shared)])
+        step.read_losses, step.norms, step.norm = losses, norms, math.hypot(*norms)
+        step.worst_loss = step.mean_loss = sum(losses) / len(losses) if losses else math.nan
+        if not shared:
+            return False
+        norm, worst_loss, is_bad, has_failed = shared
+        if has_failed:
+            raise ExchangedError("another rank could not read its step")
+        step.norm = norm if self.is_sharded else step.norm
+        step.worst_loss = worst_loss if losses else math.nan
+        return bool(is_bad)
 
     def _note_good(self, step: GuardedStep) -> bool:
         """Add a finite step to the history. Return True if `watch` (LossSpikes) wants to skip its update."""
         self._remember(step)
         try:
-            return self._watch is not None and self._watch.read(step) and not step.late
+            return self._watch is not None and self._watch.read(step)
         except Exception:  # it ends the run
             self.undo(step)
             raise
 
     def _remember(self, step: GuardedStep) -> None:
-        self.history.append(PastStep(step.number, step.reading.mean_loss, step.reading.norm))
+        self.history.append(PastStep(step.number, step.mean_loss, step.norm))
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:
@@ -401,3 +396,86 @@ def gradients_under(strategy: type, *, world_size: int) -> Gradients:
         return "whole" if family == "SingleDevice" else "replicated"
     # The result of deciding together in each step is right under any strategy, also under one that is not known.
     return "sharded" if family in {"FSDP", "ModelParallel"} or world_size > 1 else "whole"
+
+
+def honours_found_inf(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer's step() does nothing while the device tensor `optimizer.found_inf` is 1.
+
+    This holds for PyTorch's fused kernels, which then leave even step counts unchanged. It may not hold for subclasses
+    and for other packages' optimizers. With float64 parameters, the result is False: the norm could overflow.
+    """
+    return type(optimizer) in {SGD, Adam, AdamW, Adagrad} and all(
+        group.get("fused")
+        and all(p.device.type in {"cpu", "cuda"} and p.dtype != torch.float64 for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
+    """Return True if the next update would create optimizer state. If it is skipped, fused SGD sets no valid state."""
+    if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
+        return False
+    return not all(map(optimizer.state.__contains__, parameters))
+
+
+def hide_gradients(optimizer: Optimizer) -> None:
+    """Set all gradients to None, so that the next update skips every parameter and creates no state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def mark_settings(optimizer: Optimizer) -> Callable[[], None]:
+    """Return a function that restores the optimizer's current settings, such as learning rates."""
+    kept = [
+        {key: each.clone() if isinstance(each, Tensor) else each for key, each in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for group, saved in zip(optimizer.param_groups, kept, strict=True):
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                    group[key].copy_(value)  # schedulers write into a learning rate that is a tensor
+                else:
+                    group[key] = value
+
+    return restore
+
+
+@torch.no_grad()
+def over_ranks(
+    numbers: Tensor | None, losses: Sequence[Tensor], n_before: int, device: torch.device, *, has_failed: bool
+) -> Tensor:
+    """Append four results over all ranks to `numbers`. Runs one collective; does not wait for the device.
+
+    `numbers` is from `measure`: this rank's losses and, from index `n_before` on, its gradient norms. The four results
+    are the norm over the gradients of all ranks (only useful for sharded gradients), the largest mean loss of a rank,
+    1 if a number on any rank is NaN or Inf, else 0, and 1 if `has_failed` is True on any rank, else 0.
+    """
+    if numbers is None:
+        numbers = torch.zeros(0, device=device, dtype=torch.float64)
+    mean = torch.stack(list(losses)).mean() if losses else numbers.new_zeros(())
+    is_bad = ~torch.isfinite(numbers).all()
+    squares = torch.linalg.vector_norm(numbers[n_before:], dtype=torch.float64).square()
+    own = [squares, mean, is_bad, torch.full_like(is_bad, has_failed)]
+    mine = torch.stack([number.to(device, torch.float64) for number in own])
+    everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(everyone, mine)
+    squares, *highest = torch.stack(everyone).unbind(1)
+    results = torch.stack([squares.sum().sqrt(), *(each.max() for each in highest)])
+    return torch.cat([numbers.to(device, torch.float64), results])
+
+
+def poison(loss: Tensor) -> None:
+    """Make all gradients of this backward pass NaN if the loss is NaN or Inf; otherwise leave every bit unchanged.
+
+    Under data parallelism, gradients are averaged over the ranks but losses are not. The NaN in the
+    gradients tells all ranks of a bad loss, without another collective and without waiting for the device.
+    """
+    if not loss.requires_grad:
+        return
+    value = loss.detach()
+    factor = torch.where(torch.isfinite(value), 1.0, torch.nan).to(value.dtype)
+    loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]

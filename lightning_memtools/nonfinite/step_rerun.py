@@ -26,6 +26,7 @@ from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.simulation.replay_loop import ReplayLoop
+from lightning_memtools.simulation.step_trainer import precision_plugin
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
 SIMPLE = (bool, int, float, str, type(None))
@@ -37,48 +38,33 @@ TRAINER_FACTS = (
 )  # fmt: skip
 
 
+# Those that can be made from their names: not a plugin of the user's, nor one of another library.
+PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConditions:
-    """The settings under which a training step ran, such as its autocast type, as plain values."""
+    """The settings under which a training step ran, such as its precision, as plain values."""
 
     divided_by: int = 1  # the number that the loss is divided by for an accumulation
     scale: float | None = None  # the number that the gradient scaler multiplies the loss by; None without one
-    device_type: str = "cpu"  # the type of the module's device
-    # the type that autocast computes in during training_step, such as ``"bfloat16"``; None without it
-    autocast: str | None = None
-    default_dtype: str = "float32"  # the type of new tensors during training_step, such as ``"float32"``
+    precision: str = "32-true"  # Lightning's name for it, such as ``"bf16-mixed"``
     trainer: Mapping[str, Any] = field(default_factory=dict)  # attributes of the Trainer: name to plain value
 
     @classmethod
-    def now(cls, trainer: object, device_type: str, **given: Any) -> StepConditions:
-        """Return the current settings of torch and of the Trainer. `given` sets the other fields."""
-        facts = {}
+    def now(cls, trainer: Any) -> StepConditions:
+        """Return the current settings of the Trainer and of its gradient scaler."""
+        facts, scaler = {}, getattr(trainer.precision_plugin, "scaler", None)
         for name in TRAINER_FACTS:
             with contextlib.suppress(Exception):  # such as an estimate of steps without a data loader
                 facts[name] = getattr(trainer, name)
-        casts = torch.is_autocast_enabled(device_type)
+        plain = {name: value for name, value in facts.items() if type(value) in SIMPLE}
         return cls(
-            device_type=device_type,
-            autocast=str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if casts else None,
-            default_dtype=str(torch.get_default_dtype()).removeprefix("torch."),
-            trainer={name: value for name, value in facts.items() if type(value) in SIMPLE},
-            **given,
+            divided_by=trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1,
+            scale=None if scaler is None else scaler.get_scale(),
+            precision=str(trainer.precision),
+            trainer=plain,
         )
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Return a context manager that sets autocast and the default dtype as they were in the original step."""
-        default = torch.get_default_dtype()
-        casting: AbstractContextManager[Any] = nullcontext()
-        if self.autocast is not None:
-            dtype = getattr(torch, self.autocast)
-            casting = torch.autocast(self.device_type, dtype=dtype, cache_enabled=False)  # as Lightning sets it
-        torch.set_default_dtype(getattr(torch, self.default_dtype))
-        try:
-            with casting:
-                yield
-        finally:
-            torch.set_default_dtype(default)
 
 
 class CannotRerunError(Exception):
@@ -121,7 +107,7 @@ class StepRerun:
     trainer: Any = None
 
     def __post_init__(self) -> None:
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        self._device = device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         if device.type != "cpu":
             torch.accelerator.synchronize()  # batches may still be on their way to the host
         for micro in self.micro:
@@ -173,22 +159,25 @@ class StepRerun:
         self._losses = []
         for parameter in self.module.parameters():
             parameter.grad = None
-        before = self._writes()
+        before, trainer = self._writes(), self.trainer
+        made = None if trainer else precision_plugin(self.conditions.precision, self._device.type)
         try:
             with _quiet(), torch.enable_grad():
                 loop = ReplayLoop(
                     self.module,
-                    original=self.trainer,
+                    original=trainer,
                     facts=self.conditions.trainer,
                     optimizers=self.optimizers,
                     schedulers=self.schedulers,
                     accumulate=self.conditions.divided_by,
                     scale=self.conditions.scale,
-                    forward=self.conditions.forward,
+                    forward=(made or trainer.precision_plugin).train_step_context,
                     on_loss=self._note_loss,
                     before_update=self._before_update,
                 )
-            with _quiet(), torch.enable_grad(), refused_collectives(_talks), within or nullcontext():
+            text = "the step talks to the other ranks ({}), which do not run it again"
+            refused = refused_collectives(lambda collective: CannotRerunError(text.format(collective)))
+            with _quiet(), torch.enable_grad(), refused, within or nullcontext():
                 for position, micro in enumerate(self.micro):
                     if micro.random is not None:
                         micro.random.restore()
@@ -229,10 +218,6 @@ class StepRerun:
             for name, each in tensors
             if not (key := plain_name(name)).startswith(self._metrics)
         }
-
-
-def _talks(collective: str) -> CannotRerunError:
-    return CannotRerunError(f"the step talks to the other ranks ({collective}), which do not run it again")
 
 
 @contextmanager

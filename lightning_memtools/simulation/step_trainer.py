@@ -43,7 +43,7 @@ def precision_plugin(name: str, device: str) -> Any:
     if name == "32-true":
         return plugins.Precision()
     if name.endswith("-true"):
-        return plugins.HalfPrecision(name)
+        return plugins.DoublePrecision() if name == "64-true" else plugins.HalfPrecision(name)
     return plugins.MixedPrecision(name, device, torch.amp.GradScaler(device) if name == "16-mixed" else None)
 
 

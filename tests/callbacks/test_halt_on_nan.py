@@ -146,6 +146,8 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05 * 0.9 ** (bad // accumulate))
     assert assert_all_finite(tmp_path) >= 1 + (bad // accumulate > 0)
     last_good = assert_finite(error.checkpoint_path)
+    counts = last_good["loops"]["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    assert counts["zero_grad"]["total"]["completed"] == counts["step"]["total"]["ready"] == bad // accumulate
     assert last_good["global_step"] == bad // accumulate
     before = {name.removeprefix("model."): v for name, v in observer.before.items() if name.startswith("model.")}
     assert differences(before, last_good["state_dict"]) == []
@@ -248,10 +250,8 @@ def test_the_message_names_everything(tmp_path):
     assert "sample 0 in the place of sample 3" in text
     assert len(error.losses) == len(error.norms) == 3
     assert [str(bad).split()[0] for bad in error.parameters] == [name for name, _ in model.named_parameters()]
-    report = error.path.read_text()
     assert error.path.parent == Path(run.log_dir) / "memtools"
-    for name, _ in model.named_parameters():
-        assert f"| {name} |" in report
+    assert "net.0.weight (32 NaN of 32, 100%)" in error.path.read_text()
 
 
 def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_path):
@@ -426,19 +426,12 @@ class Corrupted(Net):
             self.trainer.optimizers[0].state[self.net[3].weight]["exp_avg"][0, 0] = torch.nan
 
 
-@pytest.mark.parametrize(
-    ("model", "name", "finite_at"),
-    [
-        (Averaged, "average", 3),  # the hook comes after the checkpoint of its step
-        (Corrupted, "exp_avg of net.3.weight", 3),
-    ],
-)
-def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update(tmp_path, model, name, finite_at):
+@pytest.mark.parametrize(("model", "name"), [(Averaged, "average"), (Corrupted, "exp_avg of net.3.weight")])
+def test_a_bad_buffer_or_state_beside_finite_weights_is_not_blamed_on_the_update(tmp_path, model, name):
     saver = ModelCheckpoint(tmp_path / "every", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
     error = halted(trainer(tmp_path, HaltOnNaN(), saver, enable_checkpointing=True), model(), loader())
     assert error.cause == NonFiniteCause.STATE
     assert error.parameters[0].name == name
-    assert f"finite at step {finite_at};" in str(error)
     assert "learning rate" not in str(error)
     assert_all_finite(tmp_path / "every")
 
@@ -602,8 +595,7 @@ def test_a_nan_buffer_is_named_beside_one_that_the_step_replaces(tmp_path):
 
 
 BROKEN = [
-    "examine", "run_again", "step_as_plain", "write_checkpoint", "StepRerun", "bad_state", "step_conditions",
-    "torch.save",
+    "examine", "run_again", "step_as_plain", "write_checkpoint", "StepRerun", "bad_state", "torch.save",
 ]  # fmt: skip
 
 

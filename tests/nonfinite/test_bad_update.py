@@ -40,7 +40,7 @@ class Rate(Clips):
 
 SUSPECTS = {
     Clips: "the last update was that of AdamW at a learning rate of 0.01",
-    Rate: "lr is nan",
+    Rate: "the last update was that of AdamW at a learning rate of nan",
 }
 
 

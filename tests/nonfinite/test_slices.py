@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.bad_value_roots import UNKNOWN, PriorTensor, ValueOrigin, find_bad_value_root
-from lightning_memtools.nonfinite.explain import with_other_samples
+from lightning_memtools.nonfinite.explain import PriorTensor, find_bad_value_root, with_other_samples
 from lightning_memtools.nonfinite.operation_trace import OperationTrace, facts_of
 
 X = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
@@ -25,9 +24,10 @@ def root_of(compute: Callable[[Tensor], Tensor], x: Tensor = X, mask_is_leaf: bo
         out.sum().backward()
     bad = out if x.grad is None or not out.isfinite().all() else x.grad
     key_of_x, key_of_bad = trace.memory.key(x), trace.memory.key(bad)
+    assert key_of_x is not None
     assert key_of_bad is not None
-    leaf = PriorTensor(ValueOrigin.BATCH, "x", may_be_infinite=mask_is_leaf)
-    root = find_bad_value_root(trace.events, [key_of_bad], lambda key: leaf if key == key_of_x else UNKNOWN)
+    leaf = PriorTensor("batch", "x", may_be_infinite=mask_is_leaf)
+    root = find_bad_value_root(trace.events, [key_of_bad], {key_of_x: leaf})
     assert root is not None
     return root.leaf.name if root.leaf is not None else root.event.operation
 

@@ -136,8 +136,8 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "what the loss is divided by": ("accumulation", without("conditions", "divided_by", value=1)),
     "the scaler's scale": ("scaler", without("conditions", "scale")),
     "what the Trainer said": ("reads_rate", without("conditions", "trainer", value={})),
-    "autocast": ("bf16", without("conditions", "autocast")),
-    "the type of new tensors": ("double", without("conditions", "default_dtype", value="float32")),
+    "autocast": ("bf16", without("conditions", "precision", value="32-true")),
+    "the type of new tensors": ("double", without("conditions", "precision", value="32-true")),
     "the last bit of a loss": (
         "double", lambda saved: saved["losses"].__setitem__(0, math.nextafter(saved["losses"][0], math.inf))
     ),

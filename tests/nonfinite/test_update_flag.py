@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.update_flag import (
+from lightning_memtools.nonfinite.step_guard import (
     UpdateFlag,
     creates_state,
     hide_gradients,
@@ -25,10 +25,6 @@ FUSED = {
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr_decay=0.1, fused=True),
 }
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
-
-
-def made() -> UpdateFlag:
-    return UpdateFlag(torch.device("cpu"))
 
 
 def with_gradients(parameters: list[nn.Parameter], bad: float | None = None) -> None:
@@ -58,7 +54,7 @@ def test_nothing_changes_in_the_bad_step_nor_in_any_after_it(make, bad):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
     optimizer = make(parameters)
-    flag = made()
+    flag = UpdateFlag()
     for note in range(3):
         with_gradients(parameters)
         take(flag, optimizer, parameters, note)
@@ -75,7 +71,7 @@ def test_nothing_changes_in_the_bad_step_nor_in_any_after_it(make, bad):
 def test_only_the_deciding_numbers_decide():
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-    flag = made()
+    flag = UpdateFlag()
     parameter.grad = torch.ones(2)
     flag.check(optimizer, torch.tensor([1.0, torch.nan]), slice(1), "loss of this rank alone")
     optimizer.step()
