@@ -129,10 +129,15 @@ class HaltOnNaN(WatchingCallback):
         self._opened().guard.end_batch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the check results that are still on the device, and raise if a step was bad. Warn if there were none."""
+        self._opened().read_rest()
+        self._opened().warn_if_blind()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the check results that are still on the device, and raise if a step was bad."""
         self._opened().read_rest()
 
-    on_train_end = on_validation_start = on_test_start = on_train_epoch_end
+    on_validation_start = on_test_start = on_train_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise if a loss that the evaluation logged is NaN or Inf."""

@@ -197,6 +197,12 @@ class HaltRun:
         except RuntimeError as error:  # the device itself may be what failed
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
+    def warn_if_blind(self) -> None:
+        """Warn if no step could be checked: in manual optimization, a module may update weights past Lightning."""
+        if self._trainer.optimizers and not (self._is_automatic or self.guard.history):
+            text = "use self.optimizers() and self.manual_backward(loss), by which Lightning's callbacks see each step"
+            warnings.warn(f"HaltOnNaN saw no gradient, and checks none: {text}.", DegradedWarning, stacklevel=2)
+
     def _halt(self, step: GuardedStep) -> BadStep:
         """Undo a bad step, diagnose it, write it and a checkpoint to files, and return the diagnosis. Collective.
 

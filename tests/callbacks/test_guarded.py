@@ -34,7 +34,8 @@ WATCHING: list[type[WatchingCallback]] = [
 PLACES = {
     HaltOnNaN: [
         "callbacks.halt_run.HaltRun.__init__", "callbacks.halt_run.HaltRun.start_training",
-        "callbacks.halt_run.HaltRun.read_rest", "callbacks.halt_run.HaltRun.end_evaluation",
+        "callbacks.halt_run.HaltRun.read_rest", "callbacks.halt_run.HaltRun.warn_if_blind",
+        "callbacks.halt_run.HaltRun.end_evaluation",
         "nonfinite.step_guard.StepGuard.begin", "nonfinite.step_guard.StepGuard.loss",
         "nonfinite.step_guard.StepGuard.check", "nonfinite.step_guard.StepGuard.before_update",
         "nonfinite.step_guard.StepGuard.end_batch", "nonfinite.step_guard.StepGuard.close",

@@ -423,6 +423,27 @@ def test_where_no_rerun_is_made_anomaly_detection_names_the_operation(tmp_path):
         outcome(run, tmp_path)
 
 
+def test_gradients_that_were_not_seen_are_seen_with_manual_backward(tmp_path, recwarn):
+    class ByHand(Net):
+        is_hidden = True
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.trainer.optimizers[0] if self.is_hidden else self.optimizers()
+            loss = self.loss(self, batch)
+            backward: Any = torch.Tensor.backward if self.is_hidden else self.manual_backward
+            backward(loss)
+            optimizer.step()
+
+    for hidden, n in ((True, 1), (False, 0)):
+        recwarn.clear()
+        outcome(Run(plain, kind=type("Kind", (ByHand,), {"is_hidden": hidden})), tmp_path)
+        assert sum("use self.optimizers() and self.manual_backward" in str(each.message) for each in recwarn) == n
+
+
 SPIKES: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "labels": (("", with_bad(labels_times(30))), ("", with_bad(labels_times(1)))),
     "rate": (("learning rate", with_bad(labels_times(1))), ("", with_bad(labels_times(1)))),
