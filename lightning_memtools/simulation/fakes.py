@@ -66,10 +66,6 @@ class TensorExchange:
         # Keeps the originals alive, so that no other object gets their id meanwhile.
         self._originals: list[torch.Tensor] = []
 
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the stand-in of a tensor; None if it has none yet."""
-        return self._made.get(id(tensor))
-
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the stand-in of a tensor. It is created when it is first asked for."""
         made = self._made.get(id(tensor))
@@ -133,27 +129,21 @@ def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
         yield
 
 
-def copy_optimizer(
-    optimizer: Optimizer, exchange: Callable[[torch.Tensor], torch.Tensor | None], *, with_state: bool
-) -> Optimizer:
-    """Return a copy of an optimizer, with the same class and settings but with other tensors as its parameters.
+def copy_optimizer(optimizer: Optimizer, exchange: MakeTensor, *, with_state: bool = True) -> Optimizer:
+    """Return a copy of an optimizer, with the same class and settings but with other tensors.
 
     Args:
         optimizer: The optimizer, which is not changed. The copy is made without calling the constructor.
-        exchange: Returns the replacement for one of the optimizer's tensors, or None to leave that tensor out.
-        with_state: True to copy the state too, with its tensors replaced; False for a copy without state.
+        exchange: Returns the replacement for one of the optimizer's tensors.
+        with_state: True to copy the state too; False for a copy without state.
     """
     new: Optimizer = object.__new__(type(optimizer))
     vars(new).update(vars(optimizer))
     vars(new).pop("step", None)  # a learning rate scheduler wraps it on the instance: it would step the original
-    new.param_groups = [
-        {**group, "params": [one for old in group["params"] if (one := exchange(old)) is not None]}
-        for group in optimizer.param_groups
-    ]
+    new.param_groups = [{**group, "params": list(map(exchange, group["params"]))} for group in optimizer.param_groups]
     new.state = defaultdict(dict)
     for parameter, state in optimizer.state.items() if with_state else ():
-        exchanged: Any = exchange(parameter)
-        new.state[exchanged] = {
+        new.state[exchange(parameter)] = {
             key: exchange(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
     return new

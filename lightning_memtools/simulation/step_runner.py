@@ -107,6 +107,7 @@ class StepRunner:
             data module, and other attributes.
         callbacks: Callbacks for the new Trainer.
         replay: For a saved step: the values of the Trainer's attributes. Hooks at the start of a fit do not run then.
+        hooks: False to run only `step` and `make_optimizer`, and no hook of a LightningModule.
 
     Attributes:
         module: The LightningModule whose steps run.
@@ -127,11 +128,16 @@ class StepRunner:
         trainer: Any = None,
         callbacks: Sequence[Callback] = (),
         replay: Mapping[str, Any] | None = None,
+        hooks: bool = True,
     ) -> None:
         self._recipe, self._listener = recipe, listener
         if make_optimizer is None and trainer is not None:
             make_optimizer = lambda _parameters: None  # noqa: E731
-        self.module: Any = _with_step(module, recipe.stage, step, make_optimizer)
+        if hooks and is_lightning_module(module):
+            self.module: Any = _with_step(module, recipe.stage, step, make_optimizer)
+        else:
+            assert step is not None
+            self.module = PlainModule(module, step, make_optimizer)
         self.around_step: Callable[[], Any] = nullcontext
         self.n_losses = 0
         self._n_batches = 0
@@ -239,10 +245,7 @@ class StepRunner:
 
 
 def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Give a LightningModule this step (for `stage`) and optimizer. Wrap any other module in a LightningModule."""
-    if not is_lightning_module(module):
-        assert step is not None
-        return PlainModule(module, step, make)
+    """Give a LightningModule this step (for `stage`) and optimizer, and return it. What is None stays its own."""
     if make is not None:
         vars(module)["configure_optimizers"] = lambda: make(list(module.parameters()))
     if step is not None:

@@ -91,7 +91,7 @@ class PhaseHooks(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         """Report that the phase "clip" begins, if gradients are clipped."""
-        if trainer.gradient_clip_val is not None:
+        if trainer.gradient_clip_val:
             self._begin("clip")
 
     def on_validation_batch_end(self, *_: Any, **_named: Any) -> None:
