@@ -27,7 +27,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import storage_id
-from lightning_memtools.memory.cuda_ops.rules import span
 from lightning_memtools.memory.reachable_variables import (
     CachedFunction,
     values_named_in_steps,
@@ -62,7 +61,7 @@ class TensorExchange:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._made: dict[int, torch.Tensor] = {}
-        self._bases: dict[int, torch.Tensor] = {}
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         # Keeps the originals alive, so that no other object gets their id meanwhile.
         self._originals: list[torch.Tensor] = []
 
@@ -102,19 +101,11 @@ class TensorExchange:
         if _is_sharded(tensor):
             return torch.empty(tensor.shape, dtype=dtype, device="cpu")
         storage = tensor.untyped_storage()
-        key = storage_id(storage)
-        n_elements = storage.nbytes() // tensor.element_size()
-        if n_elements == span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
-            base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-            self._bases[key] = base
-            return base.detach()
-        if key not in self._bases:
-            self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
-        base = self._bases[key]
         # Two views of one storage rarely differ in type; if they do, their stand-ins share no memory.
-        if base.dtype != dtype:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-        return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        key = storage_id(storage), dtype
+        if key not in self._bases:
+            self._bases[key] = torch.empty(storage.nbytes() // tensor.element_size(), dtype=dtype, device="cpu")
+        return self._bases[key].detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @contextmanager

@@ -91,15 +91,14 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(mode := fake_mode())
         replaced = cuda_functions(device.gpu) if cuda else {}
         replaced |= value_readers(known, replaced)
-        repeated = RepeatedFakes(mode, known)
-        device.run_operators_by(repeated.run)
+        device.run_operators_by(RepeatedFakes(mode, known).run)
         stack.enter_context(fakes_copied_deeply())
         device.apply_rules({**_FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
         stack.enter_context(without_sharding_hooks(model))
-        with repeated:
+        stack.enter_context(device)
+        with device.host():
             stack.enter_context(borrowed([model], exchange))
         _skip_checks(model)
-        stack.enter_context(device)
         stack.enter_context(ReplacedFunctions(replaced, is_on_cuda=cuda))
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
