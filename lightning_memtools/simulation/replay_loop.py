@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memtools._lightning import Callback, accumulate_while, callbacks_of
+from lightning_memtools._lightning import Callback, accumulate_while
 from lightning_memtools.simulation.step_runner import Recipe, StepListener, StepRunner
 from lightning_memtools.simulation.step_trainer import precision_plugin
 
@@ -26,8 +26,8 @@ class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
     Nothing is logged. The hooks for batch transfer do not run, because the batches are already on the device. The
-    step sees a Trainer whose counters and settings come from `facts`. The metrics, data module and callbacks are
-    those of `original`, but no hooks of these callbacks are called.
+    step sees a Trainer whose counters and settings come from `facts`. The metrics, data loaders and data module are
+    those of `original`. It has none of its callbacks.
 
     Args:
         module: The LightningModule. Its attributes are changed; the caller has to restore them, or to call `detach`.
@@ -75,7 +75,6 @@ class ReplayLoop(StepListener):
             self.schedulers = strategy.lr_scheduler_configs if optimizers is None else schedulers
             self._runner.set_schedulers(self.schedulers)
         else:
-            trainer.callbacks += [_SilentCallback(callback) for callback in callbacks_of(original)]
             trainer.loggers = trainer.loggers if original.loggers else []
         update = strategy.optimizer_step
         strategy.optimizer_step = lambda *args, **options: self._without_update(update, *args, **options)
@@ -149,20 +148,6 @@ class _ReplayHooks(Callback):
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         raise (_StepEndsError if self._before_update() else _NoUpdateError)
-
-
-class _SilentCallback:
-    """Replaces a callback during a replay: the user's code can read the callback's attributes, but no hooks run."""
-
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # so that isinstance finds it
-        return type(self._callback)
-
-    def __getattr__(self, name: str) -> Any:
-        return None if name.startswith("on_") else getattr(self._callback, name)
 
 
 def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:

@@ -129,9 +129,7 @@ class StepTrainer(Trainer):
     facts: Mapping[str, Any] | None = None
     original: Any = None
 
-    def __init__(
-        self, original: Any, device: str, precision: Any, *, accumulate: int = 1, clip: float | None = None
-    ) -> None:
+    def __init__(self, original: Any, device: str, precision: Any, *, accumulate: int, clip: float | None) -> None:
         strategies, environments = part_of_lightning("strategies"), part_of_lightning("plugins.environments")
         place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         super().__init__(
@@ -140,9 +138,6 @@ class StepTrainer(Trainer):
             strategy=strategies.SingleDeviceStrategy(place),
             plugins=[precision, environments.LightningEnvironment()],
             max_epochs=1,
-            limit_train_batches=_BATCHES_OF_EPOCH,
-            limit_val_batches=_BATCHES_OF_EPOCH,
-            num_sanity_val_steps=0,
             accumulate_grad_batches=accumulate,
             gradient_clip_val=clip,
             gradient_clip_algorithm=None if original is None else original.gradient_clip_algorithm,
@@ -151,7 +146,6 @@ class StepTrainer(Trainer):
             enable_progress_bar=False,
             enable_model_summary=False,
             inference_mode=False,  # a dispatch mode does not see all operators in it
-            use_distributed_sampler=False,
         )
         self.loggers = [part_of_lightning("loggers.logger").DummyLogger()]
         if original is not None:

@@ -7,7 +7,7 @@ step as often as it is asked to, for a checkpoint plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from lightning_memtools._torch import DEVICE_OF, FakeTensor, OperatorMode, uncompiled
 from lightning_memtools.memory.allocator import cublas_workspace_bytes
@@ -74,7 +75,7 @@ class StepRequest:
     batch_idx: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Traced:
     """The result of `trace`: what the steps allocated, and the sizes of the model.
 
@@ -90,11 +91,11 @@ class Traced:
 
     device: VirtualDevice
     recorder: AllocationRecorder
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    n_parameters: int = 0
-    n_gradients: int = 0
-    parameter_bytes: int = 0
-    notes: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]]
+    n_parameters: int
+    n_gradients: int
+    parameter_bytes: int
+    notes: tuple[str, ...]
 
 
 class _FakeSteps(StepListener):
@@ -181,28 +182,27 @@ def trace(request: StepRequest) -> Traced:
     device.gpu = gpu
     recorder = AllocationRecorder(device.allocator, stop_at=OUTSIDE_OF_STEPS)
     device.listen(recorder)
-    steps, result = _Recording(request, device), Traced(device, recorder)
+    steps = _Recording(request, device)
     steps.recorder = recorder
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
     with values_known() as known, recorder.lines, _on_fake_tensors(request, steps):
         if not is_lightning_module(model) and model.training != (stage == "train"):
             model.train(stage == "train")
-        with _noted_shapes(model, result.shapes):
+        with _note_shapes(model, shapes):
             steps.runner.run()
-        _count_parameters(model, result)
         recorder.finish(device)
-        result.notes = tuple(f"Assumed at {what}." for what in known.assumed)
-    return result
-
-
-def _count_parameters(model: nn.Module, result: Traced) -> None:
-    """Count the model's parameters and their bytes, and store both in `result`."""
-    # `parameters()` yields a shared parameter once.
-    parameters = list(model.parameters())
-    result.n_parameters = sum(parameter.numel() for parameter in parameters)
-    result.n_gradients = sum(parameter.numel() for parameter in parameters if parameter.grad is not None)
-    storages = filter(None, map(storage_of, (*parameters, *model.buffers())))
-    # The weights of a recurrent layer share theirs.
-    result.parameter_bytes = sum({one: storage.nbytes() for one, storage in storages}.values())
+        # A shared parameter is there once, and the weights of a recurrent layer share their storage.
+        parameters = list(model.parameters())
+        storages = filter(None, map(storage_of, (*parameters, *model.buffers())))
+        return Traced(
+            device,
+            recorder,
+            shapes,
+            n_parameters=sum(parameter.numel() for parameter in parameters),
+            n_gradients=sum(parameter.numel() for parameter in parameters if parameter.grad is not None),
+            parameter_bytes=sum({one: storage.nbytes() for one, storage in storages}.values()),
+            notes=tuple(f"Assumed at {what}." for what in known.assumed),
+        )
 
 
 def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parameter]) -> Any:
@@ -219,9 +219,8 @@ def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parame
     return made
 
 
-@contextmanager
-def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> Iterator[None]:
-    """Context manager: write the output shapes of each module in its first forward into `shapes`, by module name."""
+def _note_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...]]) -> RemovableHandle:
+    """Until the handle is removed, write the output shapes of each module's first forward into `shapes`, by name."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def note(module: nn.Module, _args: Any, out: Any) -> None:
@@ -229,11 +228,7 @@ def _noted_shapes(model: nn.Module, shapes: dict[str, tuple[tuple[int, ...], ...
         if name is not None and name not in shapes:
             shapes[name] = tuple(tuple(tensor.shape) for tensor in tensors_in(out))
 
-    handle = register_module_forward_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_module_forward_hook(note)
 
 
 class NoLossError(Exception):
