@@ -212,7 +212,7 @@ def fits(model: nn.Module, plans: Plans, capacity: str, batch: int) -> bool:
     try:
         with (
             fake_mode(),
-            borrowed([model], TensorExchange()),
+            borrowed(model, TensorExchange()),
             VirtualDevice(capacity, cuda_like=True) as device,
             ReplacedFunctions(cuda_functions(GpuShape())),
         ):

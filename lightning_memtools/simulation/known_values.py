@@ -90,9 +90,8 @@ class KnownValues:
         values = self.of(original)
         if values is None or is_too_large(tensor):
             return
-        is_assumed = self.is_assumed(original)
         with without_dispatch_modes(), torch.no_grad():
-            self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=is_assumed)
+            self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=self.is_assumed(original))
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor in host memory with the values of `tensor` (maybe `tensor` itself); None if unknown."""

@@ -58,7 +58,10 @@ class ReplayLoop(StepListener):
     ) -> None:
         self._module, self._scale, self._batch = module, scale, None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self._plugin = _precision(device.type, scale, forward)
+        self._plugin = precision_plugin("32-true" if scale is None else "16-mixed", device.type)
+        if scale is not None:
+            self._plugin.scaler = torch.amp.GradScaler(device.type, init_scale=scale)
+        self._plugin.forward_context, self._plugin.convert_input = forward, _same_batch
         vars(module)["on_before_batch_transfer"] = _same_batch
         self._runner = StepRunner(
             module,
@@ -125,16 +128,6 @@ class ReplayLoop(StepListener):
             if self._scale is not None:
                 self._plugin.scaler.update(self._scale)  # it refuses to unscale twice
             return None
-
-
-def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
-    """Return a precision plugin that scales losses by `scale`, and runs steps within the context from `forward`."""
-    plugin = precision_plugin("32-true" if scale is None else "16-mixed", device)
-    if scale is not None:
-        plugin.scaler = torch.amp.GradScaler(device, init_scale=scale)
-    plugin.forward_context = forward
-    plugin.convert_input = _same_batch
-    return plugin
 
 
 class _ReplayHooks(Callback):

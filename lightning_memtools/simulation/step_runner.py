@@ -30,7 +30,6 @@ from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.simulation.step_trainer import (
     EndlessLoader,
-    IdleScheduler,
     PhaseHooks,
     StepTrainer,
     precision_plugin,
@@ -188,9 +187,12 @@ class StepRunner:
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
         """Make these learning rate schedulers visible to the training step. Calling their `step()` does nothing."""
-        self.trainer.strategy.lr_scheduler_configs = [
-            replace(config, scheduler=IdleScheduler(config.scheduler), reduce_on_plateau=False) for config in configs
-        ]
+        self.trainer.strategy.lr_scheduler_configs = []
+        for config in configs:
+            scheduler = copy.copy(config.scheduler)
+            vars(scheduler)["step"] = lambda *_args, **_options: None
+            idle = replace(config, scheduler=scheduler, reduce_on_plateau=False)
+            self.trainer.strategy.lr_scheduler_configs.append(idle)
 
     def run(self) -> None:
         """Train for as many steps as the recipe (the settings) says; in other stages, run the loop of that stage once.
@@ -322,16 +324,16 @@ def has_step(module: nn.Module, name: str) -> bool:
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return an uninitialized copy of a batch on the CPU. If `dtype` is given, floating-point tensors get it."""
-    return map_tensors(batch, lambda tensor: _copy(tensor, dtype))
 
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
+        )
+        note_values(made, tensor)
+        return made
 
-def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
-    )
-    note_values(made, tensor)
-    return made
+    return map_tensors(batch, copied)
 
 
 def _has_loss(out: Any) -> bool:

@@ -60,19 +60,6 @@ class EndlessLoader:
         return self.length
 
 
-class IdleScheduler:
-    """Wraps a learning rate scheduler so that its `step` does nothing."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def step(self, *_args: Any, **_options: Any) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-
 class PhaseHooks(Callback):
     """Callback that passes the name of each phase, such as "backward", to a function when that phase begins."""
 

@@ -28,7 +28,7 @@ from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation import step_runner
 from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
-from lightning_memtools.simulation.known_values import values_known
+from lightning_memtools.simulation.known_values import KnownValues
 from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.simulated import simulated
 from lightning_memtools.simulation.step_runner import (
@@ -41,9 +41,6 @@ from lightning_memtools.simulation.step_runner import (
     copy_of_batch,
     is_lightning_module,
 )
-
-OUTSIDE_OF_STEPS = step_runner.__file__
-"""The file whose frames divide a step from the user's call of the estimate, which asks for no memory itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +145,14 @@ class _Recording(_FakeSteps):
 
 
 @contextmanager
-def _on_fake_tensors(request: StepRequest, steps: _FakeSteps, *, hooks: bool = True) -> Iterator[None]:
+def _on_fake_tensors(request: StepRequest, steps: _FakeSteps, *, hooks: bool = True) -> Iterator[KnownValues]:
     """Context manager: give a model fake tensors on the device of `steps`, and set `steps.runner`, which runs its step.
 
     For `hooks`, see StepRunner.
     """
     exchange = TensorExchange(request.recipe.dtype)
     make = partial(_optimizers, request.optimizer, exchange) if request.optimizer else None
-    with simulated(request.model, steps.device, exchange, cuda=request.cuda):
+    with simulated(request.model, steps.device, exchange, cuda=request.cuda) as known:
         steps.runner = StepRunner(
             request.model,
             request.recipe,
@@ -166,7 +163,7 @@ def _on_fake_tensors(request: StepRequest, steps: _FakeSteps, *, hooks: bool = T
             hooks=hooks,
         )
         try:
-            yield
+            yield known
         finally:
             steps.forget()
 
@@ -180,12 +177,13 @@ def trace(request: StepRequest) -> Traced:
         allocator=request.allocator, cublas_workspace=f"{workspace}B", cuda_like=request.cuda, record=True
     )
     device.gpu = gpu
-    recorder = AllocationRecorder(device.allocator, stop_at=OUTSIDE_OF_STEPS)
+    # The runner's frames divide a step from the user's call of the estimate, which asks for no memory itself.
+    recorder = AllocationRecorder(device.allocator, stop_at=step_runner.__file__)
     device.listen(recorder)
     steps = _Recording(request, device)
     steps.recorder = recorder
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
-    with values_known() as known, recorder.lines, _on_fake_tensors(request, steps):
+    with recorder.lines, _on_fake_tensors(request, steps) as known:
         if not is_lightning_module(model) and model.training != (stage == "train"):
             model.train(stage == "train")
         with _note_shapes(model, shapes):
