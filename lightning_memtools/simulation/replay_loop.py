@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,10 +29,10 @@ class ReplayLoop(StepListener):
     those of `original`. It has none of its callbacks.
 
     Args:
-        module: The LightningModule. Its attributes are changed; the caller has to restore them, or to call `detach`.
+        module: The LightningModule. Its attributes are changed; the caller has to restore them.
         original: The Trainer of the run that the step comes from; None if the step was read from a file.
         facts: The values that the Trainer's attributes have during the replay, by attribute name.
-        optimizers: The optimizers; None to call `configure_optimizers`.
+        optimizers: The optimizers.
         schedulers: Lightning's configurations of the learning rate schedulers.
         accumulate: The number that losses are divided by.
         scale: The factor by which the gradient scaler multiplies losses; None for no gradient scaler.
@@ -48,15 +47,15 @@ class ReplayLoop(StepListener):
         *,
         original: Any,
         facts: Mapping[str, Any],
-        optimizers: Sequence[Any] | None,
-        schedulers: Sequence[Any] = (),
-        accumulate: int = 1,
-        scale: float | None = None,
-        forward: Callable[[], Any] = nullcontext,
-        on_loss: Callable[[Tensor], None] = lambda _loss: None,
-        before_update: Callable[[], bool] = lambda: True,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        accumulate: int,
+        scale: float | None,
+        forward: Callable[[], Any],
+        on_loss: Callable[[Tensor], None],
+        before_update: Callable[[], bool],
     ) -> None:
-        self._module, self._scale, self._batch = module, scale, None
+        self._scale, self._batch = scale, None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._plugin = precision_plugin("32-true" if scale is None else "16-mixed", device.type)
         if scale is not None:
@@ -68,31 +67,18 @@ class ReplayLoop(StepListener):
             Recipe(precision=self._plugin, accumulate=accumulate),
             self,
             device=str(device),
-            make_optimizer=None if optimizers is None else lambda _parameters: list(optimizers) or None,
+            make_optimizer=lambda _parameters: list(optimizers) or None,
             trainer=original,
             callbacks=[_ReplayHooks(on_loss, before_update)],
             replay=facts,
         )
         trainer, strategy = self._runner.trainer, self._runner.trainer.strategy
         if original is None:
-            self.schedulers = strategy.lr_scheduler_configs if optimizers is None else schedulers
-            self._runner.set_schedulers(self.schedulers)
+            self._runner.set_schedulers(schedulers)
         else:
             trainer.loggers = trainer.loggers if original.loggers else []
         update = strategy.optimizer_step
         strategy.optimizer_step = lambda *args, **options: self._without_update(update, *args, **options)
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers."""
-        return self._runner.optimizers
-
-    def detach(self) -> None:
-        """Undo the changes to a module that had no Trainer before. Not for a ReplayLoop created with `optimizers`."""
-        self._module.trainer = None
-        del vars(self._module)["on_before_batch_transfer"]
-        for part in self._module.modules():
-            vars(part).pop("print", None)
 
     def run(self, batch: Any, index: int, *, is_last: bool) -> bool:
         """Run a batch; return True if `before_update` ended the step in this batch.

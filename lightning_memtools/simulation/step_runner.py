@@ -98,7 +98,7 @@ class StepRunner:
         module: A LightningModule, or any other module if `step` is given.
         recipe: The settings of the Trainer.
         listener: Provides the batches, and is called when a phase begins.
-        device: The device, or its type: "cuda" to run PyTorch's CUDA code, "cpu" to run fake tensors.
+        device: The device, such as "cuda:0" to run PyTorch's CUDA code, or "cpu" to run fake tensors.
         step: Computes the loss of a batch, in place of the module's own step.
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. If None, a module that is not a
             LightningModule trains without an optimizer.

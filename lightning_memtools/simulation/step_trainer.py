@@ -102,7 +102,7 @@ class StepTrainer(Trainer):
 
     Args:
         original: The Trainer of the run that a step is taken from.
-        device: The device, or its type.
+        device: The device, such as "cuda:0".
         precision: The precision plugin.
         accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
@@ -118,7 +118,7 @@ class StepTrainer(Trainer):
 
     def __init__(self, original: Any, device: str, precision: Any, *, accumulate: int, clip: float | None) -> None:
         strategies, environments = part_of_lightning("strategies"), part_of_lightning("plugins.environments")
-        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        place = torch.device(device)
         super().__init__(
             accelerator=place.type,
             devices=1,

@@ -349,9 +349,8 @@ class StepTrace(_FakeSteps):
                 yield
 
         runner.around_step = around_step
-        self._before_backward = before_backward if runner.is_automatic else lambda: None
+        self._before_backward = before_backward
         runner.run_batch(self._index())
-        self._before_backward = lambda: None
         has_loss = runner.n_losses > n_losses
         if not has_loss:  # it is optimized manually, or has no backward pass
             before_backward()
@@ -377,7 +376,7 @@ class StepTrace(_FakeSteps):
         """Begin a phase. Operations are counted only in the phases "forward" and "backward"."""
         del step
         self.counted.pauses = phase not in {"forward", "backward"}
-        if phase == "backward":
+        if phase == "backward" and self.runner.is_automatic:
             self._before_backward()
 
 
@@ -397,8 +396,8 @@ def tracing(step: StepRequest) -> Iterator[StepTrace]:
     steps = StepTrace(step, VirtualDevice(cuda_like=is_cuda_like, cublas_workspace=f"{workspace}B"))
     with _on_fake_tensors(step, steps, hooks=step.step is None), steps.counted:
         for held in map(vars, step.model.modules()):
-            if "__getstate__" in held:  # a plan has been applied
-                del held["__getstate__"], held["forward"]
+            if held.pop("__getstate__", None) is not None:  # of a plan that is applied
+                held.pop("forward", None)
         yield steps
 
 
