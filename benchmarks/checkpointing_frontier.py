@@ -27,7 +27,7 @@ from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda
 from lightning_memtools.memory.sizes import GpuShape, parse_size
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
-from lightning_memtools.simulation.step_trace import StepCost, TracedStep
+from lightning_memtools.simulation.tracer import StepCost, StepRequest
 from tests.zoo import torchvision_models
 
 Plans = Sequence[ChainPlan]
@@ -82,9 +82,9 @@ def not_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> TracedStep:
-    optimizers = (torch.optim.AdamW(model.parameters()),) if adamw else ()
-    return TracedStep(model, (torch.empty(*shape),), lambda copy, args: copy(*args), optimizers, cuda=True)
+def step_of(model: nn.Module, shape: Sequence[int], *, adamw: bool = False) -> StepRequest:
+    optimizer = torch.optim.AdamW if adamw else None
+    return StepRequest(model=model, batch=(torch.empty(*shape),), step=lambda m, args: m(*args), optimizer=optimizer)
 
 
 def uniform(model: nn.Module, chains: Sequence[Any]) -> Iterator[tuple[str, list[ChainPlan]]]:
@@ -212,7 +212,7 @@ def fits(model: nn.Module, plans: Plans, capacity: str, batch: int) -> bool:
     try:
         with (
             fake_mode(),
-            borrowed([model], TensorExchange()),
+            borrowed(model, TensorExchange()),
             VirtualDevice(capacity, cuda_like=True) as device,
             ReplacedFunctions(cuda_functions(GpuShape())),
         ):

@@ -34,7 +34,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.checkpointing.planning import MOST_OPERATIONS, BudgetTooSmallError, StepPlanner, predict
-from lightning_memtools.simulation.step_trace import StepCost, TracedStep
+from lightning_memtools.simulation.tracer import StepCost, StepRequest
 from tests.checkpointing.foreign_models import LossOf
 from tests.zoo import timm, torchvision_models
 
@@ -65,9 +65,9 @@ class Case:
         self.switch = switch
         self.optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
-    def step(self) -> TracedStep:
+    def step(self) -> StepRequest:
         optimizer = self.optimizer(self.model.parameters())
-        return TracedStep(self.model, self.batch, loss_of, (optimizer,), cuda=True)
+        return StepRequest(model=self.model, batch=self.batch, step=loss_of, optimizer=optimizer)
 
 
 def loss_of(model: Any, batch: Any) -> Any:

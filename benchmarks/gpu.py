@@ -34,7 +34,7 @@ from lightning_memtools import BatchSizeTuner, HaltOnNaN, default_callbacks
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import StepPlanner
-from lightning_memtools.simulation.step_trace import TracedStep
+from lightning_memtools.simulation.tracer import StepRequest
 from tests.batch_size_models import MODELS, trainer_for
 
 ESTIMATED = (
@@ -127,7 +127,7 @@ def plans() -> dict[str, Any]:
                 loss: Tensor = model(*args).float().square().mean()
             return loss
 
-        planner = StepPlanner(TracedStep(model, (given,), loss_of, cuda=True))
+        planner = StepPlanner(StepRequest(model=model, batch=(given,), step=loss_of))
         plain_ms = 0.0
         for name, options in PLANS.items():
             plan = planner.plan(CheckpointOptions.parse(bn_dropout="recompute", **options))

@@ -31,7 +31,8 @@ from lightning_memtools.reporting.files import NO_RUN, NotWritten, report_direct
 from lightning_memtools.reporting.loggers import log_text
 from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
-from lightning_memtools.simulation.step_trace import NoLossError, TracedStep
+from lightning_memtools.simulation.step_runner import Recipe
+from lightning_memtools.simulation.tracer import NoLossError, StepRequest
 from lightning_memtools.warning_categories import DegradedWarning
 
 # The first step makes the optimizer's state; from the second on, a step's peak is that of every step.
@@ -62,8 +63,8 @@ class GradientCheckpointing(EitherCallback, Neighbour):
     recomputed from then on, and a warning names the layer.
 
     Forward hooks on recomputed layers fire again in backward. Under FSDP 2 (ModelParallelStrategy) every recomputed
-    part lies within one sharded module, and `memory_budget` has to be a fraction. Compiled
-    models, and models under FSDP 1 and DeepSpeed, are left unchanged, with a warning that says why.
+    part lies within one sharded module, and `memory_budget` has to be a fraction. Compiled models, and models under
+    FSDP 1 and DeepSpeed, are left unchanged, with a warning that says why.
 
     Args:
         segments: Each Sequential is cut into this many equal chunks, of which all but the last are recomputed, as in
@@ -148,7 +149,6 @@ class GradientCheckpointing(EitherCallback, Neighbour):
             return
         self._window.pause()
         measured = self._window.allocated
-        self._window.close()
         self._window = None
         self._was_measured = gave_loss
         if measured is not None and gave_loss and trainer.is_global_zero:
@@ -205,11 +205,11 @@ class GradientCheckpointing(EitherCallback, Neighbour):
 
         An error in the user's code is returned as a string, because the exception may not be picklable.
         """
-        step = TracedStep(
-            module,
-            batch,
-            None,
-            tuple(trainer.optimizers),
+        step = StepRequest(
+            model=module,
+            batch=batch,
+            recipe=Recipe(precision=None, accumulate=trainer.accumulate_grad_batches, clip=trainer.gradient_clip_val),
+            optimizer=trainer.optimizers,
             cuda=trainer.strategy.root_device.type == "cuda",
             trainer=trainer,
             batch_idx=batch_idx,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_memtools.memory.sizes import is_count, parse_size
-from lightning_memtools.simulation.step_trace import StepCost
+from lightning_memtools.simulation.tracer import StepCost
 
 BnDropout = Literal["skip", "recompute"]
 LossHead = Literal["auto", "keep"]

@@ -12,7 +12,7 @@ from lightning_memtools.checkpointing.apply_plan import AppliedPlan, ChainPlan
 from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.tables import shown_as
-from lightning_memtools.simulation.step_trace import StepCost
+from lightning_memtools.simulation.tracer import StepCost
 
 _MOST_NAMES = 6
 

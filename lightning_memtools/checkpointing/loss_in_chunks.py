@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.loss_head import possible_heads
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.step_trace import StepCost, TracedStep, tracing
+from lightning_memtools.simulation.tracer import StepCost, StepRequest, tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LossInChunks:
         return f"the logits ({rows:,} x {classes:,}) take {format_size(n_bytes)} for each copy"
 
 
-def loss_in_chunks(step: TracedStep) -> LossInChunks | None:
+def loss_in_chunks(step: StepRequest) -> LossInChunks | None:
     """Trace a step with its loss computed in chunks, and return what that saves; None if it is impossible.
 
     The logits must come from a linear layer with at least 1,024 outputs, and reach cross-entropy only through changes

@@ -24,7 +24,7 @@ from lightning_memtools.checkpointing.least_recomputation import LeastRecomputat
 from lightning_memtools.checkpointing.loss_in_chunks import LossInChunks, loss_in_chunks
 from lightning_memtools.checkpointing.step_units import StepUnits, units_of_step
 from lightning_memtools.memory.sizes import format_size
-from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
+from lightning_memtools.simulation.tracer import StepCost, StepRequest, StepTrace, tracing
 
 # The most operations that "auto" accepts, as a multiple of the plain step's: a third more is about one more forward
 # pass, which is what gradient checkpointing costs in the literature (Chen et al. 2016) and in torch's own use of it.
@@ -91,7 +91,7 @@ def plan_checkpoints(
     """
     options = CheckpointOptions.parse(segments, memory_budget, bn_dropout, include, exclude, loss_head)
     is_on_cuda = any(parameter.is_cuda for parameter in module.parameters())
-    step = TracedStep(module, sample_args, lambda model, args: model(*args), cuda=is_on_cuda)
+    step = StepRequest(model=module, batch=sample_args, step=lambda model, args: model(*args), cuda=is_on_cuda)
     return StepPlanner(step).plan(options)
 
 
@@ -104,7 +104,7 @@ class StepPlanner:
         step: The training step, as it can be traced on fake tensors.
     """
 
-    def __init__(self, step: TracedStep) -> None:
+    def __init__(self, step: StepRequest) -> None:
         self._step = step
         self._measured: dict[tuple[Any, ...], StepUnits] = {}
         self._costs: dict[tuple[str, ...], dict[_Chains, StepCost]] = {}
@@ -170,7 +170,7 @@ class StepPlanner:
 
 
 @contextmanager
-def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
+def _cost_of_plans(step: StepRequest, heads: Sequence[str], known: dict[_Chains, StepCost]) -> Iterator[_CostOf]:
     """Context manager: yield a function that applies plans, traces the step and returns its memory and operations.
 
     Results are cached in `known`. The loss of the linear layers named in `heads` is computed in chunks.
@@ -192,7 +192,7 @@ def _cost_of_plans(step: TracedStep, heads: Sequence[str], known: dict[_Chains, 
         yield cost_of
 
 
-def predict(step: TracedStep, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
+def predict(step: StepRequest, plans: Sequence[ChainPlan], heads: Sequence[str] = ()) -> StepCost:
     """Return the memory and operations of a step with `plans` applied, and with the loss of `heads` in chunks."""
     with _cost_of_plans(step, heads, {}) as cost_of:
         return cost_of(tuple(plans))

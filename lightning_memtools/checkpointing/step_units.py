@@ -22,7 +22,7 @@ from lightning_memtools.checkpointing.key_value_caches import caches_off, module
 from lightning_memtools.checkpointing.loss_head import DeferredHead
 from lightning_memtools.memory.nested_tensors import tensors_in
 from lightning_memtools.memory.reachable_variables import variables_of_hooks
-from lightning_memtools.simulation.step_trace import StepCost, StepTrace, TracedStep, tracing
+from lightning_memtools.simulation.tracer import StepCost, StepRequest, StepTrace, tracing
 
 _OF_EVERY_MODULE = {*vars(nn.Module())}  # its registries, and its mode
 
@@ -77,7 +77,7 @@ class StepUnits:
 
 
 def units_of_step(
-    step: TracedStep, chains: Sequence[Chain], heads: Sequence[str] = (), plain: StepCost | None = None
+    step: StepRequest, chains: Sequence[Chain], heads: Sequence[str] = (), plain: StepCost | None = None
 ) -> StepUnits:
     """Run a step on fake tensors, and measure each layer of the chains and the code between layers.
 

@@ -24,7 +24,6 @@ from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.simulation.step_runner import (
-    PlainModule,
     Recipe,
     StepFunction,
     StepListener,
@@ -156,9 +155,8 @@ class _RealSteps(StepListener, Callback):
         self._examination, self._case = examination, examination.case
         self._batches: list[Any] = []
         model, make = self._case.model, (lambda _parameters: list(optimizers)) if optimizers else None
-        if step is not None and len(optimizers) > 1:  # a LightningModule has one where it does not step them itself
-            model, step, make = PlainModule(model, step, make), None, None
-        self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self])
+        hooks = step is None or len(optimizers) <= 1  # a LightningModule has one where it does not step them itself
+        self._runner = StepRunner(model, Recipe(), self, step=step, make_optimizer=make, callbacks=[self], hooks=hooks)
 
     def train(self, steps: int) -> None:
         """Run `steps` training steps."""

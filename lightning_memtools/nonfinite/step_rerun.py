@@ -26,6 +26,7 @@ from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.simulation.replay_loop import ReplayLoop
+from lightning_memtools.simulation.step_runner import Recipe, StepListener, StepRunner
 from lightning_memtools.simulation.step_trainer import precision_plugin
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -230,9 +231,11 @@ def _quiet() -> Iterator[None]:
 def configured(module: Module, conditions: StepConditions) -> tuple[list[Optimizer], Sequence[Any]]:
     """Call configure_optimizers. Return the optimizers, and Lightning's configurations of the schedulers."""
     with _quiet(), torch.enable_grad():
-        loop = ReplayLoop(module, original=None, facts=conditions.trainer, optimizers=None)
-        loop.detach()
-    return loop.optimizers, loop.schedulers
+        runner = StepRunner(module, Recipe(), StepListener(), replay=conditions.trainer)
+    runner.module.trainer = None
+    for part in module.modules():
+        vars(part).pop("print", None)
+    return runner.optimizers, runner.trainer.strategy.lr_scheduler_configs
 
 
 def digests_of(gradients: Mapping[str, Tensor]) -> dict[str, str]:

@@ -25,7 +25,6 @@ from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.oom.recorded_history import RecordedHistory
 from lightning_memtools.simulation.fakes import copy_optimizer
 from lightning_memtools.simulation.step_runner import PrecisionName, Recipe, Stage
-from lightning_memtools.simulation.step_trace import Forward, TracedStep
 from lightning_memtools.simulation.tracer import StepRequest
 
 
@@ -37,7 +36,6 @@ class FailedRun:
         model: The model.
         optimizers: Its optimizers.
         trainer: The Trainer; None if there is none.
-        forward: Runs the training step's forward pass if there is no Trainer.
         precision: The precision, as Lightning names it, such as "16-mixed".
         accumulate: The number of batches per optimizer step.
         can_accumulate: True if the number of batches per optimizer step can be changed.
@@ -51,7 +49,6 @@ class FailedRun:
     model: nn.Module
     optimizers: Sequence[Optimizer] = ()
     trainer: Any = None
-    forward: Forward | None = None
     precision: Any = "32-true"
     accumulate: int = 1
     can_accumulate: bool = True
@@ -143,7 +140,19 @@ class FailedStep:
         Raises:
             Exception: Whatever the step raises on fake tensors.
         """
-        run, stage, batch = self.run, self.stage, self.facts.batch if batch is None else batch
+        batch = self.facts.batch if batch is None else batch
+        request = self.request(
+            batch if size in {None, self.facts.samples} else resized(batch, int(size or 0)), precision, accumulate
+        )
+        plan = plan or self.run.plan
+        # A plan is still applied where the callback that applied it has not been told of the error yet.
+        is_applied = any("forward" in vars(module) for module in self.run.model.modules())
+        with nullcontext() if plan is None or is_applied else plan.apply(self.run.model):
+            return estimate_step(request)
+
+    def request(self, batch: Any, precision: PrecisionName | None = None, accumulate: int | None = None) -> StepRequest:
+        """Return a request to trace the step, for an estimate or for a checkpoint plan."""
+        run, stage = self.run, self.stage
         assert stage is not None
         # Without their state, which may be incomplete where a step has failed.
         own = [copy_optimizer(optimizer, lambda tensor: tensor, with_state=False) for optimizer in run.optimizers]
@@ -154,9 +163,9 @@ class FailedStep:
             accumulate=min(accumulate or run.accumulate, 2) if stage == "train" else 1,
             clip=run.clip,
         )
-        request = StepRequest(
+        return StepRequest(
             model=run.model,
-            batch=batch if size in {None, self.facts.samples} else resized(batch, int(size or 0)),
+            batch=batch,
             recipe=recipe,
             optimizer=(own or None) if stage == "train" else None,
             trainer=run.trainer,
@@ -164,22 +173,6 @@ class FailedStep:
             # The share that this process may reserve is part of `usable`.
             allocator=replace(self.config, per_process_memory_fraction=1.0).to_string(),
             capacity=self.gpu,
-        )
-        plan = plan or run.plan
-        # A plan is still applied where the callback that applied it has not been told of the error yet.
-        is_applied = any("forward" in vars(module) for module in run.model.modules())
-        with nullcontext() if plan is None or is_applied else plan.apply(run.model):
-            return estimate_step(request)
-
-    def step(self) -> TracedStep:
-        """Return the step as a TracedStep, from which a checkpoint plan can be made."""
-        return TracedStep(
-            self.run.model,
-            self.facts.batch,
-            self.run.forward,
-            tuple(self.run.optimizers),
-            cuda=self.cuda,
-            trainer=self.run.trainer,
             batch_idx=self.facts.moment.batch_idx or 0,
         )
 

@@ -73,7 +73,7 @@ class StepTrials:
     @cached_property
     def planner(self) -> StepPlanner:
         """Makes checkpoint plans for the step. The step is profiled once, for all plans."""
-        return StepPlanner(self.failed.step())
+        return StepPlanner(self.failed.request(self.failed.facts.batch))
 
     def at(self, size: int, accumulate: int | None = None) -> MemoryEstimate:
         """Return the memory estimate for batches of `size` samples, with `accumulate` batches per optimizer step."""

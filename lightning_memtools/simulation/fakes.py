@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from random import Random
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import storage_id
-from lightning_memtools.memory.cuda_ops.rules import span
 from lightning_memtools.memory.reachable_variables import (
     CachedFunction,
     values_named_in_steps,
@@ -35,7 +32,7 @@ from lightning_memtools.memory.reachable_variables import (
 )
 from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.simulation.known_values import note_values
-from lightning_memtools.state.random_state import GENERATORS, generator_state, set_generator_state
+from lightning_memtools.state.random_state import generator_state, set_generator_state
 from lightning_memtools.state.state_snapshot import restorer_of_dict
 
 # Objects whose attributes are left alone: they belong to the program, not to the model.
@@ -61,35 +58,24 @@ class TensorExchange:
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._made: dict[int, torch.Tensor] = {}
-        self._bases: dict[int, torch.Tensor] = {}
-        # Keeps the originals alive, so that no other object gets their id meanwhile.
-        self._originals: list[torch.Tensor] = []
-
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the stand-in of a tensor; None if it has none yet."""
-        return self._made.get(id(tensor))
+        # With the original, so that no other object gets its id meanwhile.
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the stand-in of a tensor. It is created when it is first asked for."""
-        made = self._made.get(id(tensor))
-        if made is None:
-            made = self._made[id(tensor)] = self._make(tensor)
+        if id(tensor) not in self._made:
+            made = self._make(tensor)
             if not isinstance(tensor, nn.Parameter):  # what is trained has other values in each step
                 note_values(made, tensor)
-            self._originals.append(tensor)
-        return made
+            self._made[id(tensor)] = made, tensor
+        return self._made[id(tensor)][0]
 
     def forget_memory(self) -> None:
         """Make later stand-ins share no memory with those created so far."""
         self._bases.clear()
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"A parameter of the model has no shape yet ({type(tensor).__name__}): its module is lazy. Run the "
-                "model once, on a small batch, before you estimate its memory."
-            )
         data = self._data(tensor)
         if not isinstance(tensor, nn.Parameter):
             return data.requires_grad_(tensor.requires_grad) if tensor.requires_grad else data
@@ -106,54 +92,63 @@ class TensorExchange:
         if _is_sharded(tensor):
             return torch.empty(tensor.shape, dtype=dtype, device="cpu")
         storage = tensor.untyped_storage()
-        key = storage_id(storage)
-        n_elements = storage.nbytes() // tensor.element_size()
-        if n_elements == span(tensor) and tensor.storage_offset() == 0 and key not in self._bases:
-            base = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-            self._bases[key] = base
-            return base.detach()
-        if key not in self._bases:
-            self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
-        base = self._bases[key]
         # Two views of one storage rarely differ in type; if they do, their stand-ins share no memory.
-        if base.dtype != dtype:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
-        return base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        key = storage_id(storage), dtype
+        if key not in self._bases:
+            self._bases[key] = torch.empty(storage.nbytes() // tensor.element_size(), dtype=dtype, device="cpu")
+        return self._bases[key].detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 @contextmanager
-def borrowed(roots: Iterable[Any], exchange: MakeTensor) -> Iterator[None]:
-    """Context manager: replace all tensors reachable from `roots` with results of `exchange`. Restore them on exit.
+def borrowed(model: nn.Module, exchange: MakeTensor) -> Iterator[None]:
+    """Context manager: replace all tensors reachable from a model with results of `exchange`. Restore them on exit.
 
     The search does not enter objects that only have ``__slots__``, optimizers (see `copy_optimizer`), or closures,
     except for the closures of modules' hooks.
     """
+    seen: set[int] = set()
+    queue: deque[Any] = deque([model])
+    kinds: set[type] = set()
     with ExitStack() as undo:
-        _exchange_all(roots, exchange, undo)
+        while queue and len(seen) < _MAX_OBJECTS:
+            thing = queue.popleft()
+            if id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            _keep_state(thing, undo)
+            if isinstance(thing, nn.Module):
+                if type(thing) not in kinds:
+                    kinds.add(type(thing))
+                    queue.extend(_containers_of_class(type(thing)))
+                    for value in values_named_in_steps(type(thing)):
+                        _keep_state(value, undo)
+                for variable in variables_of_hooks(thing):
+                    value = variable.value
+                    undo.callback(variable.put, value)
+                    if isinstance(value, torch.Tensor):
+                        variable.put(exchange(value))
+                    queue.append(value)
+            container = _container(thing)
+            if container is not None:
+                queue.extend(_exchange_items(container, exchange, undo))
         yield
 
 
-def copy_optimizer(
-    optimizer: Optimizer, exchange: Callable[[torch.Tensor], torch.Tensor | None], *, with_state: bool
-) -> Optimizer:
-    """Return a copy of an optimizer, with the same class and settings but with other tensors as its parameters.
+def copy_optimizer(optimizer: Optimizer, exchange: MakeTensor, *, with_state: bool = True) -> Optimizer:
+    """Return a copy of an optimizer, with the same class and settings but with other tensors.
 
     Args:
         optimizer: The optimizer, which is not changed. The copy is made without calling the constructor.
-        exchange: Returns the replacement for one of the optimizer's tensors, or None to leave that tensor out.
-        with_state: True to copy the state too, with its tensors replaced; False for a copy without state.
+        exchange: Returns the replacement for one of the optimizer's tensors.
+        with_state: True to copy the state too; False for a copy without state.
     """
     new: Optimizer = object.__new__(type(optimizer))
     vars(new).update(vars(optimizer))
     vars(new).pop("step", None)  # a learning rate scheduler wraps it on the instance: it would step the original
-    new.param_groups = [
-        {**group, "params": [one for old in group["params"] if (one := exchange(old)) is not None]}
-        for group in optimizer.param_groups
-    ]
+    new.param_groups = [{**group, "params": list(map(exchange, group["params"]))} for group in optimizer.param_groups]
     new.state = defaultdict(dict)
     for parameter, state in optimizer.state.items() if with_state else ():
-        exchanged: Any = exchange(parameter)
-        new.state[exchanged] = {
+        new.state[exchange(parameter)] = {
             key: exchange(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
     return new
@@ -162,34 +157,6 @@ def copy_optimizer(
 def _is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, which is split among the ranks. Its stand-in has the full size."""
     return hasattr(tensor, "to_local")
-
-
-def _exchange_all(roots: Iterable[Any], exchange: MakeTensor, undo: ExitStack) -> None:
-    seen: set[int] = set()
-    queue: deque[Any] = deque(roots)
-    kinds: set[type] = set()
-    while queue and len(seen) < _MAX_OBJECTS:
-        thing = queue.popleft()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        _keep_state(thing, undo)
-        if isinstance(thing, nn.Module):
-            kinds.add(type(thing))
-            queue.extend(_containers_of_class(type(thing)))
-            for variable in variables_of_hooks(thing):
-                value = variable.value
-                undo.callback(variable.put, value)
-                if isinstance(value, torch.Tensor):
-                    variable.put(exchange(value))
-                queue.append(value)
-        container = _container(thing)
-        if container is not None:
-            queue.extend(_exchange_items(container, exchange, undo))
-    for value in (value for kind in kinds for value in values_named_in_steps(kind)):
-        if id(value) not in seen:
-            seen.add(id(value))
-            _keep_state(value, undo)
 
 
 def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> list[Any]:
@@ -201,32 +168,24 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
             if (changed := _exchanged(value, exchange)) is not value:
                 container[key] = changed
         return list(values.values())
-    content = container.copy()
-    if isinstance(container, set):
-        undo.callback(container.update, content)
-        undo.callback(container.intersection_update, content)
-        return list(content)
-    undo.callback(container.extend, content)
+    content, is_set = container.copy(), isinstance(container, set)
+    undo.callback(container.update if is_set else container.extend, content)
     undo.callback(container.clear)
-    for index, value in enumerate(content):
+    for index, value in enumerate(() if is_set else content):
         container[index] = _exchanged(value, exchange)
     return list(content)
 
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
     """Have `undo` reset `thing`: restore a random generator's state, or clear the cache of a cached function."""
-    if not issubclass(type(thing), (CachedFunction, Random)) and type(thing).__name__ not in GENERATORS:
-        return
-    if not isinstance(thing, CachedFunction):
-        state = generator_state(thing)
-        if state is not None:
-            undo.callback(set_generator_state, thing, state)
-        return
-    code = getattr(thing.__wrapped__, "__code__", None)
-    # Torch's own caches hold no tensors of a step.
-    if code is None or owner_of(code.co_filename) in ("user", "installed"):
-        n_misses = thing.cache_info().misses
-        undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
+    if isinstance(thing, CachedFunction):
+        code = getattr(thing.__wrapped__, "__code__", None)
+        # Torch's own caches hold no tensors of a step.
+        if code is None or owner_of(code.co_filename) in ("user", "installed"):
+            n_misses = thing.cache_info().misses
+            undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
+    elif (state := generator_state(thing)) is not None:
+        undo.callback(set_generator_state, thing, state)
 
 
 def _containers_of_class(kind: type) -> list[Any]:

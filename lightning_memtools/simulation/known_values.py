@@ -90,9 +90,8 @@ class KnownValues:
         values = self.of(original)
         if values is None or is_too_large(tensor):
             return
-        is_assumed = self.is_assumed(original)
         with without_dispatch_modes(), torch.no_grad():
-            self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=is_assumed)
+            self.know(tensor, values.to(tensor.dtype, copy=True), is_assumed=self.is_assumed(original))
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor in host memory with the values of `tensor` (maybe `tensor` itself); None if unknown."""
@@ -108,16 +107,6 @@ class KnownValues:
             return torch.empty(0, dtype=tensor.dtype).set_(
                 twin.values, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
-
-    def of_all(self, tensors: Iterable[Tensor]) -> list[Tensor] | None:
-        """Return the values of all these tensors; None if the values of any tensor are not known."""
-        known: list[Tensor] = []
-        for tensor in tensors:
-            values = self.of(tensor)
-            if values is None:
-                return None
-            known.append(values)
-        return known
 
     def is_assumed(self, tensor: Tensor) -> bool:
         """Return True if a tensor's values were assumed, or were computed from assumed values."""
@@ -305,12 +294,14 @@ def _shaped(stand_in: Callable[[Tensor], Tensor], what: str, values: KnownValues
     If the values are unknown, `stand_in` makes them up, and `what` is reported as an assumption.
     """
     tensors = given_tensors(call.args, call.kwargs)
-    known = values.of_all(tensors)
-    is_assumed = known is None or any(map(values.is_assumed, tensors))
+    real = [one for one in map(values.of, tensors) if one is not None]
+    is_known = len(real) == len(tensors)
+    is_assumed = not is_known or any(map(values.is_assumed, tensors))
     if is_assumed:
-        values.assume(what if known is None else "sizes follow from values that are assumed")
-    with without_dispatch_modes(), torch.no_grad():
-        real = known or [stand_in(tensors[0]), *map(_ones, tensors[1:])]
+        values.assume("sizes follow from values that are assumed" if is_known else what)
+    if not is_known:
+        with without_dispatch_modes():
+            real = [stand_in(tensors[0]), *map(_ones, tensors[1:])]
     result = on_host(call.func, call.args, call.kwargs, real)
     if result is None:
         return NotImplemented
@@ -359,11 +350,6 @@ def _ones(tensor: Tensor) -> Tensor:
 
 def _all_differ(tensor: Tensor) -> Tensor:
     return torch.arange(tensor.numel()).to(tensor.dtype).view(tensor.shape)
-
-
-def _apart(boxes: Tensor) -> Tensor:
-    corners = torch.arange(len(boxes)).unsqueeze(1) * 2 + torch.tensor([0, 0, 1, 1])
-    return corners.to(boxes.dtype)
 
 
 def _drawn(values: KnownValues, call: FollowedCall) -> Any:
@@ -444,8 +430,8 @@ RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
     "internal ctc_loss_backward": lambda _values, call: torch.empty_like(call.args[1]),
     "linalg_lstsq": _least_squares,
     "uniform_": _drawn,
-    # Of boxes that overlap, the best ones: all are apart.
-    "nms": partial(_shaped, _apart, "no boxes overlap"),
+    # Of boxes that overlap, the best ones. Boxes whose corners all differ are apart.
+    "nms": partial(_shaped, _all_differ, "no boxes overlap"),
 }
 """Every call that needs values that its tensors do not hold, by its name."""
 

@@ -19,7 +19,6 @@ from lightning_memtools._torch import (
     FakeMaker,
     FakeTensor,
     FakeTensorMode,
-    OperatorMode,
     OpOverload,
     has_kernel,
     kernels_of_meta_tensors,
@@ -54,12 +53,11 @@ _MOST_KNOWN = 50_000
 _IMAGES = 4  # the dimensions of images
 
 
-class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
+class RepeatedFakes:
     """Runs operators on fake tensors: a repeated call gets a fake result with the shape cached from an earlier call.
 
     It caches operators that return new tensors or change only their first argument. Operators that change other
-    arguments or depend on values are left to the FakeTensorMode. A VirtualDevice calls `run`; without one, enter
-    the mode.
+    arguments or depend on values are left to the FakeTensorMode. A VirtualDevice calls `run`.
 
     Args:
         fake_mode: The FakeTensorMode, which is active.
@@ -67,13 +65,9 @@ class RepeatedFakes(OperatorMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, fake_mode: FakeTensorMode, values: KnownValues) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = fake_mode
         self._values = values
         self._fake = FakeMaker(fake_mode)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return an operator's result for these arguments."""
@@ -171,13 +165,7 @@ def _remember(key: Any, known: Known) -> None:
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a cache key with everything that an operator's result depends on; None if the call cannot be cached."""
     found: list[Any] = [func, torch.get_default_dtype()]
-    if not all(_note(one, found) for one in args):
-        return None
-    for name, value in kwargs.items():
-        found.append(name)
-        if not _note(value, found):
-            return None
-    return tuple(found)
+    return tuple(found) if _note((*args, *kwargs.items()), found) else None
 
 
 @cache

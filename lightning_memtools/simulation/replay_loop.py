@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memtools._lightning import Callback, accumulate_while, callbacks_of
+from lightning_memtools._lightning import Callback, accumulate_while
 from lightning_memtools.simulation.step_runner import Recipe, StepListener, StepRunner
 from lightning_memtools.simulation.step_trainer import precision_plugin
 
@@ -26,14 +25,14 @@ class ReplayLoop(StepListener):
     """Reruns the batches of one training step in Lightning's loop, and stops before the optimizer's update.
 
     Nothing is logged. The hooks for batch transfer do not run, because the batches are already on the device. The
-    step sees a Trainer whose counters and settings come from `facts`. The metrics, data module and callbacks are
-    those of `original`, but no hooks of these callbacks are called.
+    step sees a Trainer whose counters and settings come from `facts`. The metrics, data loaders and data module are
+    those of `original`. It has none of its callbacks.
 
     Args:
-        module: The LightningModule. Its attributes are changed; the caller has to restore them, or to call `detach`.
+        module: The LightningModule. Its attributes are changed; the caller has to restore them.
         original: The Trainer of the run that the step comes from; None if the step was read from a file.
         facts: The values that the Trainer's attributes have during the replay, by attribute name.
-        optimizers: The optimizers; None to call `configure_optimizers`.
+        optimizers: The optimizers.
         schedulers: Lightning's configurations of the learning rate schedulers.
         accumulate: The number that losses are divided by.
         scale: The factor by which the gradient scaler multiplies losses; None for no gradient scaler.
@@ -48,49 +47,38 @@ class ReplayLoop(StepListener):
         *,
         original: Any,
         facts: Mapping[str, Any],
-        optimizers: Sequence[Any] | None,
-        schedulers: Sequence[Any] = (),
-        accumulate: int = 1,
-        scale: float | None = None,
-        forward: Callable[[], Any] = nullcontext,
-        on_loss: Callable[[Tensor], None] = lambda _loss: None,
-        before_update: Callable[[], bool] = lambda: True,
+        optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
+        accumulate: int,
+        scale: float | None,
+        forward: Callable[[], Any],
+        on_loss: Callable[[Tensor], None],
+        before_update: Callable[[], bool],
     ) -> None:
-        self._module, self._scale, self._batch = module, scale, None
+        self._scale, self._batch = scale, None
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self._plugin = _precision(device.type, scale, forward)
+        self._plugin = precision_plugin("32-true" if scale is None else "16-mixed", device.type)
+        if scale is not None:
+            self._plugin.scaler = torch.amp.GradScaler(device.type, init_scale=scale)
+        self._plugin.forward_context, self._plugin.convert_input = forward, _same_batch
         vars(module)["on_before_batch_transfer"] = _same_batch
         self._runner = StepRunner(
             module,
             Recipe(precision=self._plugin, accumulate=accumulate),
             self,
             device=str(device),
-            make_optimizer=None if optimizers is None else lambda _parameters: list(optimizers) or None,
+            make_optimizer=lambda _parameters: list(optimizers) or None,
             trainer=original,
             callbacks=[_ReplayHooks(on_loss, before_update)],
             replay=facts,
         )
         trainer, strategy = self._runner.trainer, self._runner.trainer.strategy
         if original is None:
-            self.schedulers = strategy.lr_scheduler_configs if optimizers is None else schedulers
-            self._runner.set_schedulers(self.schedulers)
+            self._runner.set_schedulers(schedulers)
         else:
-            trainer.callbacks += [_SilentCallback(callback) for callback in callbacks_of(original)]
             trainer.loggers = trainer.loggers if original.loggers else []
         update = strategy.optimizer_step
         strategy.optimizer_step = lambda *args, **options: self._without_update(update, *args, **options)
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers."""
-        return self._runner.optimizers
-
-    def detach(self) -> None:
-        """Undo the changes to a module that had no Trainer before. Not for a ReplayLoop created with `optimizers`."""
-        self._module.trainer = None
-        del vars(self._module)["on_before_batch_transfer"]
-        for part in self._module.modules():
-            vars(part).pop("print", None)
 
     def run(self, batch: Any, index: int, *, is_last: bool) -> bool:
         """Run a batch; return True if `before_update` ended the step in this batch.
@@ -128,16 +116,6 @@ class ReplayLoop(StepListener):
             return None
 
 
-def _precision(device: str, scale: float | None, forward: Callable[[], Any]) -> Any:
-    """Return a precision plugin that scales losses by `scale`, and runs steps within the context from `forward`."""
-    plugin = precision_plugin("32-true" if scale is None else "16-mixed", device)
-    if scale is not None:
-        plugin.scaler = torch.amp.GradScaler(device, init_scale=scale)
-    plugin.forward_context = forward
-    plugin.convert_input = _same_batch
-    return plugin
-
-
 class _ReplayHooks(Callback):
     """Callback that reports each loss, and raises just before an optimizer's update to skip it or to end the step."""
 
@@ -149,20 +127,6 @@ class _ReplayHooks(Callback):
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         raise (_StepEndsError if self._before_update() else _NoUpdateError)
-
-
-class _SilentCallback:
-    """Replaces a callback during a replay: the user's code can read the callback's attributes, but no hooks run."""
-
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # so that isinstance finds it
-        return type(self._callback)
-
-    def __getattr__(self, name: str) -> Any:
-        return None if name.startswith("on_") else getattr(self._callback, name)
 
 
 def _same_batch(batch: Any, *_args: Any, **_options: Any) -> Any:

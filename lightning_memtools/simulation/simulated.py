@@ -24,7 +24,7 @@ from lightning_memtools.memory.gc_frozen import gc_frozen
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation.fakes import TensorExchange, borrowed
 from lightning_memtools.simulation.followed_functions import value_readers
-from lightning_memtools.simulation.known_values import values_known
+from lightning_memtools.simulation.known_values import KnownValues, values_known
 from lightning_memtools.simulation.repeated_fakes import RepeatedFakes
 from lightning_memtools.simulation.step_trainer import quiet
 from lightning_memtools.state.random_state import random_streams_restored
@@ -67,10 +67,12 @@ _FAKE_RULES: dict[Any, Rule] = {
 
 
 @contextmanager
-def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool) -> Iterator[None]:
+def simulated(
+    model: nn.Module, device: VirtualDevice, exchange: TensorExchange, *, cuda: bool
+) -> Iterator[KnownValues]:
     """Context manager: replace a model's tensors with fakes on a virtual device. On exit, restore the model.
 
-    A model sharded by FSDP 2 is unsharded within the context.
+    A model sharded by FSDP 2 is unsharded within the context. Yield the known values of the step's tensors.
 
     Args:
         model: The module, which is put on the device.
@@ -91,20 +93,19 @@ def simulated(model: nn.Module, device: VirtualDevice, exchange: TensorExchange,
         stack.enter_context(mode := fake_mode())
         replaced = cuda_functions(device.gpu) if cuda else {}
         replaced |= value_readers(known, replaced)
-        repeated = RepeatedFakes(mode, known)
-        device.run_operators_by(repeated.run)
+        device.run_operators_by(RepeatedFakes(mode, known).run)
         stack.enter_context(fakes_copied_deeply())
         device.apply_rules({**_FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
         stack.enter_context(without_sharding_hooks(model))
-        with repeated:
-            stack.enter_context(borrowed([model], exchange))
-        _skip_checks(model)
         stack.enter_context(device)
+        with device.host():
+            stack.enter_context(borrowed(model, exchange))
+        _skip_checks(model)
         stack.enter_context(ReplacedFunctions(replaced, is_on_cuda=cuda))
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
         device.track(model)
-        yield
+        yield known
 
 
 def _skip_checks(model: nn.Module) -> None:

@@ -30,7 +30,6 @@ from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.simulation.step_trainer import (
     EndlessLoader,
-    IdleScheduler,
     PhaseHooks,
     StepTrainer,
     precision_plugin,
@@ -99,7 +98,7 @@ class StepRunner:
         module: A LightningModule, or any other module if `step` is given.
         recipe: The settings of the Trainer.
         listener: Provides the batches, and is called when a phase begins.
-        device: The device, or its type: "cuda" to run PyTorch's CUDA code, "cpu" to run fake tensors.
+        device: The device, such as "cuda:0" to run PyTorch's CUDA code, or "cpu" to run fake tensors.
         step: Computes the loss of a batch, in place of the module's own step.
         make_optimizer: Makes the optimizer, in place of ``configure_optimizers``. If None, a module that is not a
             LightningModule trains without an optimizer.
@@ -107,6 +106,7 @@ class StepRunner:
             data module, and other attributes.
         callbacks: Callbacks for the new Trainer.
         replay: For a saved step: the values of the Trainer's attributes. Hooks at the start of a fit do not run then.
+        hooks: False to run only `step` and `make_optimizer`, and no hook of a LightningModule.
 
     Attributes:
         module: The LightningModule whose steps run.
@@ -127,11 +127,16 @@ class StepRunner:
         trainer: Any = None,
         callbacks: Sequence[Callback] = (),
         replay: Mapping[str, Any] | None = None,
+        hooks: bool = True,
     ) -> None:
         self._recipe, self._listener = recipe, listener
         if make_optimizer is None and trainer is not None:
             make_optimizer = lambda _parameters: None  # noqa: E731
-        self.module: Any = _with_step(module, recipe.stage, step, make_optimizer)
+        if hooks and is_lightning_module(module):
+            self.module: Any = _with_step(module, recipe.stage, step, make_optimizer)
+        else:
+            assert step is not None
+            self.module = PlainModule(module, step, make_optimizer)
         self.around_step: Callable[[], Any] = nullcontext
         self.n_losses = 0
         self._n_batches = 0
@@ -182,9 +187,12 @@ class StepRunner:
 
     def set_schedulers(self, configs: Sequence[Any]) -> None:
         """Make these learning rate schedulers visible to the training step. Calling their `step()` does nothing."""
-        self.trainer.strategy.lr_scheduler_configs = [
-            replace(config, scheduler=IdleScheduler(config.scheduler), reduce_on_plateau=False) for config in configs
-        ]
+        self.trainer.strategy.lr_scheduler_configs = []
+        for config in configs:
+            scheduler = copy.copy(config.scheduler)
+            vars(scheduler)["step"] = lambda *_args, **_options: None
+            idle = replace(config, scheduler=scheduler, reduce_on_plateau=False)
+            self.trainer.strategy.lr_scheduler_configs.append(idle)
 
     def run(self) -> None:
         """Train for as many steps as the recipe (the settings) says; in other stages, run the loop of that stage once.
@@ -239,10 +247,7 @@ class StepRunner:
 
 
 def _with_step(module: Any, stage: Stage, step: StepFunction | None, make: MakeOptimizer | None) -> Any:
-    """Give a LightningModule this step (for `stage`) and optimizer. Wrap any other module in a LightningModule."""
-    if not is_lightning_module(module):
-        assert step is not None
-        return PlainModule(module, step, make)
+    """Give a LightningModule this step (for `stage`) and optimizer, and return it. What is None stays its own."""
     if make is not None:
         vars(module)["configure_optimizers"] = lambda: make(list(module.parameters()))
     if step is not None:
@@ -319,16 +324,16 @@ def has_step(module: nn.Module, name: str) -> bool:
 
 def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
     """Return an uninitialized copy of a batch on the CPU. If `dtype` is given, floating-point tensors get it."""
-    return map_tensors(batch, lambda tensor: _copy(tensor, dtype))
 
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
+        )
+        note_values(made, tensor)
+        return made
 
-def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
-    )
-    note_values(made, tensor)
-    return made
+    return map_tensors(batch, copied)
 
 
 def _has_loss(out: Any) -> bool:

@@ -60,19 +60,6 @@ class EndlessLoader:
         return self.length
 
 
-class IdleScheduler:
-    """Wraps a learning rate scheduler so that its `step` does nothing."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def step(self, *_args: Any, **_options: Any) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-
 class PhaseHooks(Callback):
     """Callback that passes the name of each phase, such as "backward", to a function when that phase begins."""
 
@@ -91,7 +78,7 @@ class PhaseHooks(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, *_: Any) -> None:
         """Report that the phase "clip" begins, if gradients are clipped."""
-        if trainer.gradient_clip_val is not None:
+        if trainer.gradient_clip_val:
             self._begin("clip")
 
     def on_validation_batch_end(self, *_: Any, **_named: Any) -> None:
@@ -115,7 +102,7 @@ class StepTrainer(Trainer):
 
     Args:
         original: The Trainer of the run that a step is taken from.
-        device: The device, or its type.
+        device: The device, such as "cuda:0".
         precision: The precision plugin.
         accumulate: The number of batches per optimizer step.
         clip: The norm to which gradients are clipped; None for no clipping.
@@ -129,20 +116,15 @@ class StepTrainer(Trainer):
     facts: Mapping[str, Any] | None = None
     original: Any = None
 
-    def __init__(
-        self, original: Any, device: str, precision: Any, *, accumulate: int = 1, clip: float | None = None
-    ) -> None:
+    def __init__(self, original: Any, device: str, precision: Any, *, accumulate: int, clip: float | None) -> None:
         strategies, environments = part_of_lightning("strategies"), part_of_lightning("plugins.environments")
-        place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        place = torch.device(device)
         super().__init__(
             accelerator=place.type,
             devices=1,
             strategy=strategies.SingleDeviceStrategy(place),
             plugins=[precision, environments.LightningEnvironment()],
             max_epochs=1,
-            limit_train_batches=_BATCHES_OF_EPOCH,
-            limit_val_batches=_BATCHES_OF_EPOCH,
-            num_sanity_val_steps=0,
             accumulate_grad_batches=accumulate,
             gradient_clip_val=clip,
             gradient_clip_algorithm=None if original is None else original.gradient_clip_algorithm,
@@ -151,7 +133,6 @@ class StepTrainer(Trainer):
             enable_progress_bar=False,
             enable_model_summary=False,
             inference_mode=False,  # a dispatch mode does not see all operators in it
-            use_distributed_sampler=False,
         )
         self.loggers = [part_of_lightning("loggers.logger").DummyLogger()]
         if original is not None:

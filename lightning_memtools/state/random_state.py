@@ -107,10 +107,6 @@ def _numpy_state() -> Any:
     return _LATEST[0][1]
 
 
-GENERATORS = frozenset({"Generator", "Random", "RandomState"})
-"""The names of the classes of random generators of torch, Python and NumPy, which may not be imported."""
-
-
 def generator_state(generator: Any) -> Any:
     """Return the state of a random generator (torch, Python or NumPy); None for any other object, and SystemRandom."""
     if isinstance(generator, torch.Generator):

@@ -18,7 +18,7 @@ from lightning_memtools.checkpointing.checkpoint_options import CheckpointOption
 from lightning_memtools.checkpointing.loss_head import LossHeadWarning
 from lightning_memtools.checkpointing.loss_in_chunks import loss_in_chunks
 from lightning_memtools.checkpointing.planning import StepPlanner, plan_checkpoints, predict
-from lightning_memtools.simulation.step_trace import TracedStep
+from lightning_memtools.simulation.tracer import StepRequest
 from tests.doctor.specimens import LANGUAGE_MODELS, language_model
 
 WIDTH, WORDS, ROWS = 32, 16384, 512
@@ -50,8 +50,8 @@ class Language(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def step_of(model: nn.Module, words: Tensor) -> TracedStep:
-    return TracedStep(model, (words,), lambda model, args: model(*args), cuda=True)
+def step_of(model: nn.Module, words: Tensor) -> StepRequest:
+    return StepRequest(model=model, batch=(words,), step=lambda model, args: model(*args))
 
 
 def words_of(rows: int = ROWS, classes: int = WORDS) -> Tensor:
@@ -167,7 +167,9 @@ def of_library(kind: str) -> Any:
 def test_models_of_transformers_as_they_are(kind):
     words = torch.randint(3, 2000, (4, 150), generator=torch.Generator().manual_seed(0))
     labels = words.masked_fill(words % 5 == 0, -100)
-    step = TracedStep(of_library(kind), (words, labels), lambda m, a: m(input_ids=a[0], labels=a[1]).loss, cuda=True)
+    step = StepRequest(
+        model=of_library(kind), batch=(words, labels), step=lambda m, a: m(input_ids=a[0], labels=a[1]).loss
+    )
     found = loss_in_chunks(step)
     assert found is not None
     assert len(found.names) == 1
@@ -191,7 +193,7 @@ def test_its_peak_is_the_measured_one():
         model = make().cuda()
         forward = (lambda m, a: m(*a)) if make is Language else (lambda m, a: m(input_ids=a[0], labels=a[0]).loss)
         given = (words if make is Language else words % 2000,)
-        plan = StepPlanner(TracedStep(model, given, forward, cuda=True)).plan(CheckpointOptions.parse())
+        plan = StepPlanner(StepRequest(model=model, batch=given, step=forward)).plan(CheckpointOptions.parse())
         assert plan.heads
         with AppliedPlan(model, plan.chains, heads=plan.heads):
             for _ in range(2):

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.checkpoint_options import CheckpointOptions
 from lightning_memtools.checkpointing.planning import StepPlanner
-from lightning_memtools.simulation.step_trace import TracedStep
+from lightning_memtools.simulation.tracer import StepRequest
 from tests.checkpointing.models import Block
 
 
@@ -35,7 +35,9 @@ def sparse() -> tuple[nn.Module, torch.Tensor, type[torch.optim.Optimizer]]:
 def test_predicted_peaks_are_those_of_pytorchs_allocator(kind):
     model, batch, make_optimizer = kind()
     optimizer = make_optimizer(model.parameters())
-    step = TracedStep(model, batch, lambda copy, given: copy(given).square().mean(), (optimizer,), cuda=True)
+    step = StepRequest(
+        model=model, batch=batch, step=lambda copy, given: copy(given).square().mean(), optimizer=optimizer
+    )
     plan = StepPlanner(step).plan(CheckpointOptions.parse(bn_dropout="recompute"))
     assert plan.plain is not None
     assert plan.planned is not None

@@ -16,10 +16,6 @@ from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, of
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
 
 
-def loss_of_step(model: Any, batch: Any) -> Any:
-    return model.training_step(batch)
-
-
 def failed_on(
     model: nn.Module, batch: torch.Tensor, capacity: int | None, *, cuda: bool = False, facts: Any = None, **run: Any
 ) -> FailedStep:
@@ -31,7 +27,7 @@ def failed_on(
         "stats": stats,
         "split": split,
     }
-    defaults: dict[str, Any] = {"forward": loss_of_step, "optimizers": (torch.optim.Adam(model.parameters()),)}
+    defaults: dict[str, Any] = {"optimizers": (torch.optim.Adam(model.parameters()),)}
     failed_run = FailedRun(model=model, **(defaults | run))
     all_facts = FailureFacts(**(more | {"batch": off_device(batch)} | (facts or {})))
     return FailedStep(facts=all_facts, run=failed_run, cuda=cuda, is_cuda_like=cuda)

@@ -23,10 +23,6 @@ from tests.oom_models import Layers
 MIB = 2**20
 
 
-def loss_of(model: Any, batch: Any) -> Any:
-    return model.loss(batch)
-
-
 class Weighty(L.LightningModule):
     """Weights, and activations of a few layers, both of a size that can be chosen."""
 
@@ -41,7 +37,7 @@ class Weighty(L.LightningModule):
 
 def test_without_a_capacity_nothing_is_said_to_fit():
     facts = {"moment": FailureMoment("train", 3, 3, "forward"), "grown": MemoryGrowth(90 * MIB, 3)}
-    advice = advice_on(Layers(), torch.empty(4, 8, 16384), None, facts=facts, forward=loss_of)
+    advice = advice_on(Layers(), torch.empty(4, 8, 16384), None, facts=facts)
     by_title = {action.title: action for action in advice.actions}
     assert {action.outcome for action in advice.actions} <= {Outcome.MAY_BE_ENOUGH, Outcome.USELESS}
     assert "may or may not fit" in by_title["Find what grows by 30.0 MiB a batch"].detail
@@ -76,7 +72,7 @@ class Mlps(Weighty):
 def plan_of(code: str, failed: FailedStep) -> Any:
     """The plan that the printed callback makes."""
     arguments = eval(code.replace("GradientCheckpointing", "dict"))  # noqa: S307, our own text
-    return StepPlanner(failed.step()).plan(CheckpointOptions.parse(**arguments))
+    return StepPlanner(failed.request(failed.facts.batch)).plan(CheckpointOptions.parse(**arguments))
 
 
 def test_where_no_plan_fits_the_one_with_the_lowest_peak_is_shown():

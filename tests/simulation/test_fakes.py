@@ -114,7 +114,7 @@ def test_tensors_are_fake_wherever_they_are_held():
 
     model = Keeps()
     before = list(held(model))
-    with fake_mode(), borrowed([model], TensorExchange()):
+    with fake_mode(), borrowed(model, TensorExchange()):
         within = list(held(model))
     assert all(isinstance(one, FakeTensor) for one in within)
     assert [one.shape for one in within] == [one.shape for one in before]

@@ -17,7 +17,7 @@ from tests.simulation.compared_fakes import ComparedWithFakeTensorMode
 @pytest.mark.parametrize("name", ["gpt2", "timm_convnext"])
 def test_a_step_of_a_model_gets_the_same_tensors(name):
     model, batch = made(name)
-    with fake_mode() as mode, borrowed([model], exchange := TensorExchange()):
+    with fake_mode() as mode, borrowed(model, exchange := TensorExchange()):
         batch = {key: exchange(value) if isinstance(value, Tensor) else value for key, value in batch.items()}
         with ComparedWithFakeTensorMode(mode) as both:
             model(batch).backward()
