@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memtools._torch import storage_id
+from lightning_memtools.memory.cuda_ops.rules import span
 from lightning_memtools.memory.reachable_variables import (
     CachedFunction,
     values_named_in_steps,
@@ -94,8 +95,12 @@ class TensorExchange:
         storage = tensor.untyped_storage()
         # Two views of one storage rarely differ in type; if they do, their stand-ins share no memory.
         key = storage_id(storage), dtype
+        n_elements = storage.nbytes() // tensor.element_size()
+        if key not in self._bases and n_elements == span(tensor):  # nearly always, and fast
+            self._bases[key] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+            return self._bases[key].detach()
         if key not in self._bases:
-            self._bases[key] = torch.empty(storage.nbytes() // tensor.element_size(), dtype=dtype, device="cpu")
+            self._bases[key] = torch.empty(n_elements, dtype=dtype, device="cpu")
         return self._bases[key].detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

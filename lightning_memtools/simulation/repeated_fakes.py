@@ -165,7 +165,13 @@ def _remember(key: Any, known: Known) -> None:
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a cache key with everything that an operator's result depends on; None if the call cannot be cached."""
     found: list[Any] = [func, torch.get_default_dtype()]
-    return tuple(found) if _note((*args, *kwargs.items()), found) else None
+    if not all(_note(one, found) for one in args):
+        return None
+    for name, value in kwargs.items():
+        found.append(name)
+        if not _note(value, found):
+            return None
+    return tuple(found)
 
 
 @cache
