@@ -49,7 +49,8 @@ PLACES = {
         "oom.failure_capture.FailureCapture.stop",
     ],
     TrainingDoctor: [
-        f"callbacks.doctor_run.DoctorRun.{name}" for name in ("__init__", "begin", "tell", "publish", "_write")
+        "callbacks.training_doctor.TrainingDoctor._publish",
+        *(f"doctor.examination.Examination.{name}" for name in ("__init__", "tell", "stop")),
     ],
     MemoryMonitor: [
         f"reporting.memory_run.MemoryRun.{name}" for name in (
