@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import forget_batch, training_step, untoggle_all
+from lightning_memtools._lightning import forget_batch, running_stage, training_step, untoggle_all
 from lightning_memtools.callbacks.guarded import WatchingCallback, watched
-from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of, stage_of
+from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
@@ -115,7 +115,7 @@ class OOMReport(WatchingCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record which batch is about to run."""
-        self._following.begin_batch(stage_of(trainer), batch, batch_idx)
+        self._following.begin_batch(running_stage(trainer), batch, batch_idx)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
