@@ -56,7 +56,6 @@ class OOMRecovery(EitherCallback, Neighbour):
 
     Raises:
         ValueError: An argument has a value that is not accepted; or, when fit begins, the strategy is not supported.
-        TypeError: `max_splits` is not a whole number.
     """
 
     takes_part_in_trials = False
@@ -74,8 +73,7 @@ class OOMRecovery(EitherCallback, Neighbour):
         allow_batch_norm: bool = False,
     ) -> None:
         if not is_count(max_splits, least=2):  # a whole batch is one part
-            kind = ValueError if isinstance(max_splits, int) else TypeError
-            raise kind(f"max_splits must be a whole number, at least 2, got {max_splits!r}.")
+            raise ValueError(f"max_splits must be a whole number, at least 2, got {max_splits!r}.")
         if loss is None and loss_weight is None:
             raise ValueError(
                 'Pass loss="mean" or loss="sum", which says what the loss of training_step is over the samples of its '
@@ -87,7 +85,7 @@ class OOMRecovery(EitherCallback, Neighbour):
             raise ValueError('loss_weight has no effect on loss="sum". Leave it out, or give loss="mean".')
         for name, function in (("loss_weight", loss_weight), ("split_batch", split_batch)):
             if function is not None and not callable(function):
-                raise TypeError(f"{name} must be a function, got {function!r}.")
+                raise ValueError(f"{name} must be a function, got {function!r}.")
         self.loss: Literal["mean", "sum"] = loss or "mean"
         self.loss_weight = loss_weight
         self.max_splits = max_splits

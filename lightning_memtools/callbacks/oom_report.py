@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_memtools._lightning import forget_batch, training_step, untoggle_all
+from lightning_memtools._lightning import forget_batch, running_stage, training_step, untoggle_all
 from lightning_memtools.callbacks.guarded import WatchingCallback, watched
-from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of, stage_of
+from lightning_memtools.callbacks.oom_report_run import failed_run_of, place_of
 from lightning_memtools.memory.error_frames import forget_frames
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.release_failed_step import release_cached
 from lightning_memtools.memory.virtual import put_on_device
 from lightning_memtools.oom.actions import Action
 from lightning_memtools.oom.failure_capture import FailureCapture
+from lightning_memtools.oom.failure_facts import FailureFacts
 from lightning_memtools.oom.oom_reporter import OOMReporter
 from lightning_memtools.reporting.files import fixed_directory, report_directory
 from lightning_memtools.reporting.loggers import log_text
@@ -65,7 +65,7 @@ class OOMReport(WatchingCallback):
         self.checks_seconds: float | None = None
         self.advice: tuple[Action, ...] = ()
         self._capture: FailureCapture | None = None
-        self._reporter: OOMReporter | None = None
+        self._reporter: OOMReporter
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register with the device to be called when it runs out of memory."""
@@ -87,74 +87,55 @@ class OOMReport(WatchingCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """On a simulated VirtualDevice, count the model's memory as allocated. Record when the evaluation begins."""
         put_on_device(pl_module, trainer.optimizers)
-        self._follow(FailureCapture.begin_evaluation)
+        self._following.begin_evaluation()
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record which batch is about to run."""
-        self._follow(lambda capture: capture.begin_batch("train", batch, batch_idx, "forward"))
+        self._following.begin_batch("train", batch, batch_idx, "forward")
 
     def on_before_backward(self, *args: Any) -> None:
         """Record that the backward pass begins."""
-        self._enter_phase("backward")
+        self._following.phase = "backward"
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record that the backward pass has ended."""
-        self._enter_phase("optimizer step" if pl_module.automatic_optimization else "forward")
+        self._following.phase = "optimizer step" if pl_module.automatic_optimization else "forward"
 
     def on_before_optimizer_step(self, *args: Any) -> None:
         """Record that the optimizer's step begins."""
-        self._enter_phase("optimizer step")
+        self._following.phase = "optimizer step"
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Drop the reference to the batch."""
-        self._follow(FailureCapture.end_batch)
+        self._following.end_batch()
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Record which batch is about to run."""
-        self._follow(lambda capture: capture.begin_batch(stage_of(trainer), batch, batch_idx))
+        self._following.begin_batch(running_stage(trainer), batch, batch_idx)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
-
-    def _enter_phase(self, phase: str) -> None:
-        if self._capture is not None:
-            self._capture.phase = phase
-
-    def _follow(self, note: Callable[[FailureCapture], object]) -> None:
-        if self._capture is not None:
-            note(self._capture)
 
     # --- reporting
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write a report if the exception is an out-of-memory error."""
-        capture, reporter = self._capture, self._reporter
-        if capture is None or reporter is None:
-            return
-        # Memory that runs out while a report is made must not replace the facts that it is about.
-        capture.is_reporting = True
-        ran_out = is_out_of_memory(exception)
-        try:
-            if not ran_out:
-                return
-            facts = capture.facts_of(exception)
-            # What is still there then is not the step's.
-            forget_frames(exception)
-            forget_batch(trainer)
-            untoggle_all(pl_module)
-            run = partial(failed_run_of, trainer, facts.batch)
-            page = reporter.report(facts, capture, run, error=exception)
-            self.advice = tuple(page.advice.actions)
-            _log(trainer, page.markdown())
-        finally:
-            if ran_out:
+        if self._capture is not None and is_out_of_memory(exception):
+            try:
+                facts = self._capture.facts_of(exception)
+                # What is still there then is not the step's.
+                forget_frames(exception)
+                forget_batch(trainer)
+                untoggle_all(pl_module)
+                self.advice = self._report(trainer, facts, error=exception)
+            finally:
                 pl_module.zero_grad()
                 release_cached(trainer.strategy.root_device)
-            self.stop_watching()
+        self.stop_watching()
 
     @watched
     def report_recovered(self, trainer: Trainer, done: str) -> None:
@@ -164,16 +145,22 @@ class OOMReport(WatchingCallback):
             trainer: The Trainer.
             done: A sentence on how the step was recovered, for the report.
         """
-        capture, reporter = self._capture, self._reporter
-        if capture is None or reporter is None or capture.captured is None:
-            return
+        if self._following.captured is not None:
+            self._report(trainer, self._following.captured, done=done)
+
+    def _report(
+        self, trainer: Trainer, facts: FailureFacts, *, error: BaseException | None = None, done: str = ""
+    ) -> tuple[Action, ...]:
+        """Write and log a report on a step that ran out of memory, and return the suggested changes."""
+        capture, run = self._following, partial(failed_run_of, trainer, facts.batch)
+        # Memory that runs out while a report is made must not replace the facts that it is about.
         capture.is_reporting = True
         try:
-            run = partial(failed_run_of, trainer, capture.captured.batch)
-            page = reporter.report(capture.captured, capture, run, done=done)
-            _log(trainer, page.markdown())
+            page = self._reporter.report(facts, capture, run, error=error, done=done)
         finally:
             capture.is_reporting = False
+        log_text(trainer, "memtools/oom_report", page.markdown(), training_step(trainer))
+        return tuple(page.advice.actions)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop observing the device's memory."""
@@ -183,9 +170,9 @@ class OOMReport(WatchingCallback):
         """Stop observing the device's memory. Idempotent."""
         if self._capture is not None:
             self._capture.stop()
-        self._capture = self._reporter = None
+        self._capture = None
 
-
-def _log(trainer: Trainer, text: str) -> None:
-    if text:
-        log_text(trainer, "memtools/oom_report", text, training_step(trainer))
+    @property
+    def _following(self) -> FailureCapture:
+        assert self._capture is not None, "setup comes before every other hook"
+        return self._capture

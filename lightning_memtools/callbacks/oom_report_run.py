@@ -11,6 +11,7 @@ from lightning_memtools._lightning import (
     is_compiled_by_lightning,
     part_of_lightning,
     running_hook,
+    running_stage,
     training_step,
 )
 from lightning_memtools.callbacks.gradient_checkpointing import GradientCheckpointing
@@ -23,16 +24,10 @@ from lightning_memtools.reporting.neighbours import Neighbour
 from lightning_memtools.reporting.strategies import why_unsupported
 
 
-def stage_of(trainer: Trainer) -> str:
-    """Return the stage of a running Trainer: sanity check, train, val, test or predict."""
-    stage = "setup" if trainer.state.stage is None else trainer.state.stage.value
-    return {"sanity_check": "sanity check", "validate": "val"}.get(stage, stage)
-
-
 def place_of(trainer: Trainer) -> FailureMoment:
     """Return the current stage, step, rank and hook of a run. The batch and the phase are left unset."""
-    stage, rank, n_ranks = stage_of(trainer), trainer.global_rank, trainer.world_size
-    return FailureMoment(stage, training_step(trainer), rank=rank, world_size=n_ranks, hook=running_hook())
+    stage, step, rank = running_stage(trainer), training_step(trainer), trainer.global_rank
+    return FailureMoment(stage, step, rank=rank, world_size=trainer.world_size, hook=running_hook())
 
 
 def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:

@@ -91,7 +91,7 @@ class FailedStep:
     @property
     def stage(self) -> Stage | None:
         """The stage ("train", "val", "test" or "predict"); None if no step had begun."""
-        name: Any = {"sanity check": "val"}.get(self.facts.moment.stage, self.facts.moment.stage)
+        name: Any = self.facts.moment.stage
         return name if name in get_args(Stage) else None
 
     @property

@@ -83,7 +83,7 @@ class FailureMoment:
     """The place in the run where memory ran out.
 
     Attributes:
-        stage: setup, sanity check, train, val, test or predict.
+        stage: setup, train, val (also for the sanity check), test or predict.
         step: The training step, as shown on the x axis of logged values.
         batch_idx: The index of the batch within its epoch or evaluation; None outside of batches.
         phase: Within a training batch "forward", "backward" or "optimizer step"; empty elsewhere.

@@ -123,6 +123,5 @@ def _write_snapshot(page: ReportPage, snapshot: dict[str, Any] | None) -> Path |
 
 
 def _file_name(moment: FailureMoment) -> str:
-    stage = moment.stage.replace(" ", "-")
     rank = f"-rank{moment.rank}" if moment.world_size > 1 else ""
-    return f"oom-{stage}-step{moment.step}{rank}.md"
+    return f"oom-{moment.stage}-step{moment.step}{rank}.md"

@@ -41,7 +41,8 @@ PLACES = {
         "nonfinite.step_guard.StepGuard.end_batch", "nonfinite.step_guard.StepGuard.close",
     ],
     LossSpikes: [
-        f"callbacks.spikes_run.SpikesRun.{name}" for name in ("__init__", "begin_epoch", "judge", "end_batch")
+        "callbacks.loss_spikes.report_directory", "callbacks.loss_spikes.SpikeWindow.judge",
+        "callbacks.loss_spikes.LossSpikes._take_point", "callbacks.loss_spikes.is_accumulating",
     ],
     OOMReport: [
         "oom.failure_capture.FailureCapture.__init__", "oom.failure_capture.FailureCapture.begin_batch",
@@ -49,7 +50,8 @@ PLACES = {
         "oom.failure_capture.FailureCapture.stop",
     ],
     TrainingDoctor: [
-        f"callbacks.doctor_run.DoctorRun.{name}" for name in ("__init__", "begin", "tell", "publish", "_write")
+        "callbacks.training_doctor.TrainingDoctor._publish",
+        *(f"doctor.examination.Examination.{name}" for name in ("__init__", "tell", "stop")),
     ],
     MemoryMonitor: [
         f"reporting.memory_run.MemoryRun.{name}" for name in (

@@ -225,7 +225,7 @@ def test_bad_arguments_of_the_recovery_are_refused():
     with pytest.raises(ValueError, match=r"loss .* got 'max'"):
         OOMRecovery(loss="max")
     for name, wrong in (("max_splits", "2"), ("loss_weight", 3), ("split_batch", "halves")):
-        with pytest.raises(TypeError, match=f"{name} .* got {wrong!r}"):
+        with pytest.raises(ValueError, match=f"{name} .* got {wrong!r}"):
             OOMRecovery(loss="mean", **{name: wrong})
 
 

@@ -133,7 +133,7 @@ def test_after_its_steps_it_holds_nothing_and_does_nothing(tmp_path):
                 self.doctor.on_before_backward(trainer, module, loss)
             finally:
                 sys.setprofile(None)
-            self.seen.append((self.doctor._run is None, hooks_of(module), torch.is_anomaly_enabled(), calls))
+            self.seen.append((self.doctor._examination is None, hooks_of(module), torch.is_anomaly_enabled(), calls))
 
     doctor = TrainingDoctor(steps=3)
     looks = Looks(doctor)
