@@ -117,14 +117,14 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
     """Return the stage and training step of each validation, test or prediction in a run, sorted by step."""
-    found = {
-        (step, stage)
+    found = dict.fromkeys(
+        (stage, step)
         for stage in STAGES[1:]
         for tag, curve in run.curves.items()
         if tag.startswith((f"memory/{stage}/", f"loss/{stage}"))
         for step in curve.steps
-    }
-    return [{"stage": stage, "step": step} for step, stage in sorted(found)][-5 * _MAX_MARKS :]
+    )
+    return [{"stage": stage, "step": step} for stage, step in sorted(found, key=lambda one: one[1])][-5 * _MAX_MARKS :]
 
 
 def summary_of(run: LoggedRun) -> dict[str, Any]:
