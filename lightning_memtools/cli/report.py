@@ -51,7 +51,7 @@ def _report(chosen: argparse.Namespace) -> None:
             "with Trainer(callbacks=lightning_memtools.default_callbacks()) and a TensorBoardLogger first."
         )
     output = chosen.output or Path("report.html")
-    _write(output, lambda: report_html(runs, f"Memory: {log_dir}", log_dir=log_dir))
+    _write(output, lambda: report_html(runs, log_dir))
     print(f"{output}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}. Open it in a browser.")  # noqa: T201
 
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from werkzeug import wrappers
 from werkzeug.exceptions import NotFound
 
 from lightning_memtools.tensorboard_plugin.event_files import EventDirectory, LoggedRun, without_logger_prefix
-from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
+from lightning_memtools.tensorboard_plugin.run_views import run_view, runs_view
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
 STATIC = Path(__file__).parent / "static"
@@ -45,13 +46,11 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
 
     def get_plugin_apps(self) -> dict[str, Application]:
         """Return a dict from each URL path to the WSGI application that answers it."""
-        apps = {f"/{path.name}": self._static(path) for path in STATIC.iterdir() if path.suffix in _TYPES}
-        return apps | {
-            "/runs": self._answer(self._runs),
-            "/run": self._answer(partial(self._of_run, run_view)),
-            "/reports": self._answer(partial(self._of_run, reports_of)),
-            "/step": self._answer(self._step),
+        views: dict[str, Callable[[wrappers.Request], wrappers.Response]] = {
+            f"/{path.name}": partial(_file, path) for path in STATIC.iterdir() if path.suffix in _TYPES
         }
+        views |= {"/runs": self._runs, "/run": self._run, "/step": self._step}
+        return {path: wrappers.Request.application(view) for path, view in views.items()}
 
     def is_active(self) -> bool:
         """Return True if any run has scalars or text that this library logged.
@@ -65,14 +64,9 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         return self._is_active
 
     def _has_tags(self) -> bool:
-        tags_of = ((self._logs.list_scalars, "scalars"), (self._logs.list_tensors, "text"))
-        context = RequestContext()
-        return any(
-            without_logger_prefix(tag) is not None
-            for tags, kind in tags_of
-            for run in tags(context, experiment_id="", plugin_name=kind).values()
-            for tag in run
-        )
+        scalars = self._logs.list_scalars(RequestContext(), experiment_id="", plugin_name="scalars")
+        texts = self._logs.list_tensors(RequestContext(), experiment_id="", plugin_name="text")
+        return any(without_logger_prefix(tag) is not None for tag in chain(*scalars.values(), *texts.values()))
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         """Return the tab's name and the path of its JavaScript module."""
@@ -82,19 +76,19 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
         with self._lock:
             return {} if self._directory is None else self._directory.read()
 
-    def _runs(self, _request: wrappers.Request) -> Any:
+    def _runs(self, request: wrappers.Request) -> wrappers.Response:
         with self._lock:  # a view must not read runs to which another request adds points
-            return runs_view(self._all_runs())
+            return _json(request, runs_view(self._all_runs()))
 
-    def _of_run(self, view: Callable[[LoggedRun], Any], request: wrappers.Request) -> Any:
+    def _run(self, request: wrappers.Request) -> wrappers.Response:
         with self._lock:
-            return view(self._named(request))
+            return _json(request, run_view(self._named(request)))
 
-    def _step(self, request: wrappers.Request) -> Any:
+    def _step(self, request: wrappers.Request) -> wrappers.Response:
         run = self._named(request)
         assert self._directory is not None, "it has the run"
         # The run's name comes from the directories that were found, not from the request.
-        return step_view(self._directory.log_dir / run.name)
+        return _json(request, step_view(self._directory.log_dir / run.name))
 
     def _named(self, request: wrappers.Request) -> LoggedRun:
         name = request.args.get("run", "")
@@ -105,17 +99,10 @@ class MemoryTab(base_plugin.TBPlugin):  # type: ignore[misc, unused-ignore]  # T
             raise NotFound(response=_respond(request, text, "text/plain", code=404))
         return run
 
-    def _answer(self, view: Callable[[wrappers.Request], Any]) -> Application:
-        @wrappers.Request.application
-        def application(request: wrappers.Request) -> wrappers.Response:
-            return _respond(request, json.dumps(view(request), allow_nan=False), "application/json")
 
-        return application
+def _json(request: wrappers.Request, view: Mapping[str, Any]) -> wrappers.Response:
+    return _respond(request, json.dumps(view, allow_nan=False), "application/json")
 
-    @staticmethod
-    def _static(path: Path) -> Application:
-        @wrappers.Request.application
-        def application(request: wrappers.Request) -> wrappers.Response:
-            return _respond(request, path.read_bytes(), _TYPES[path.suffix])
 
-        return application
+def _file(path: Path, request: wrappers.Request) -> wrappers.Response:
+    return _respond(request, path.read_bytes(), _TYPES[path.suffix])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_memtools.tensorboard_plugin.event_files import LoggedRun
-from lightning_memtools.tensorboard_plugin.run_views import reports_of, run_view, runs_view
+from lightning_memtools.tensorboard_plugin.run_views import run_view, runs_view
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import step_view
 
 _STATIC = Path(__file__).parent / "static"
@@ -27,8 +27,7 @@ const source = {
   grows: false,
   runs: async () => held.runs,
   run: async (run) => held.views[run],
-  reports: async (run) => held.reports[run],
-  step: async (run) => held.steps[run] ?? {},
+  step: async (run) => held.steps[run],
 };
 start(document.getElementById("memtools"), source);
 """
@@ -38,21 +37,19 @@ startSnapshot(document.getElementById("memtools"), JSON.parse(document.getElemen
 """
 
 
-def report_html(runs: Mapping[str, LoggedRun], title: str, *, log_dir: Path | None = None) -> str:
+def report_html(runs: Mapping[str, LoggedRun], log_dir: Path) -> str:
     """Return an HTML page that shows the runs of a log directory in the same way as TensorBoard's Memory tab.
 
     Args:
         runs: The runs to show, by name.
-        title: The title of the page.
-        log_dir: The log directory, from which memory snapshots are included; None to leave snapshots out.
+        log_dir: The log directory, whose memory snapshots are included.
     """
     held = {
         "runs": runs_view(runs),
         "views": {name: run_view(run) for name, run in runs.items()},
-        "reports": {name: reports_of(run) for name, run in runs.items()},
-        "steps": {} if log_dir is None else {name: step_view(log_dir / name) for name in runs},
+        "steps": {name: step_view(log_dir / name) for name in runs},
     }
-    return _page(title, held, _START)
+    return _page(f"Memory: {log_dir}", held, _START)
 
 
 def snapshot_html(timeline: Mapping[str, Any], title: str) -> str:

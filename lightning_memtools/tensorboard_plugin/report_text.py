@@ -13,12 +13,7 @@ if TYPE_CHECKING:
 
 def report_as_html(text: str) -> str:
     """Return a report's markdown as HTML. HTML within the markdown is escaped, so it shows as text."""
-    parser = _parser()
-    tokens = parser.parse(text)
-    for token in tokens:
-        if token.type.startswith("heading"):
-            token.tag = "h4"  # the page has titles of its own
-    rendered: str = parser.renderer.render(tokens, parser.options, {})
+    rendered: str = _parser().render(text)
     return rendered
 
 
@@ -27,17 +22,15 @@ def _parser() -> MarkdownIt:
     # Imported here: TensorBoard's start should not wait for it.
     from markdown_it import MarkdownIt  # noqa: PLC0415
 
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    # No report of this library holds images or links: what looks like one is shown as text.
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    parser.disable(["image", "link", "autolink", "reference"])
+    parser.add_render_rule("heading_open", lambda *_: "<h4>")  # the page has titles of its own
+    parser.add_render_rule("heading_close", lambda *_: "</h4>\n")
     parser.add_render_rule("table_open", lambda *_: '<div class="scroll"><table>\n')
     parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
-    parser.add_render_rule("link_open", _link_to_a_new_page)
     parser.add_render_rule("text", _breakable)
     return parser
-
-
-def _link_to_a_new_page(renderer: Any, tokens: Any, at: int, options: Any, env: Any) -> Any:
-    tokens[at].attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
-    return renderer.renderToken(tokens, at, options, env)
 
 
 def _breakable(_renderer: Any, tokens: Any, at: int, *_: Any) -> str:

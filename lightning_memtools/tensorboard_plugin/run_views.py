@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +17,14 @@ STAGES = ("train", "val", "test", "predict")
 # Up to twice as many logged steps are sent as they are, so that zooming in shows each of them.
 BUCKETS = 10_000
 
-# A figure that never changes needs no curve, and the counts are shown as marks.
+# Counts are shown as marks: (kind, words for one, words for several).
 _COUNTS = {
     "memory/alloc_retries": ("retry", "allocation retry", "allocation retries"),
     "memory/ooms": ("oom", "out-of-memory error", "out-of-memory errors"),
     "memory/oom_recoveries": ("oom", "recovery from running out of memory", "recoveries from running out of memory"),
     "spikes/found": ("spike", "loss spike", "loss spikes"),
     "nonfinite/skipped": ("nonfinite", "step skipped because of NaN or Inf", "steps skipped because of NaN or Inf"),
+    "memory/leaks": ("leak", "leak was found", "leaks were found"),
 }
 # Reports of these kinds come first, in this order; what found nothing and all other reports come last.
 _GRAVEST_FIRST = ("ended", "nonfinite_report", "oom_report", "leak", "doctor", "loss_spike")
@@ -38,44 +39,26 @@ def run_view(run: LoggedRun) -> dict[str, Any]:
     Long curves are thinned. Their steps are divided into at most `BUCKETS` buckets. Each bucket keeps only the highest
     and lowest points of each curve, and those of the sum of related curves.
     """
-    groups = [_group(family, curves) for family, curves in _curves_that_belong_together(run)]
-    n_all = sum(group["n_points"] for group in groups)
-    n_shown = sum(len(group["steps"]) for group in groups)
+    groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
+    for tag, curve in sorted(run.curves.items()):  # those in one folder, with the same steps, are thinned together
+        groups[tag.rpartition("/")[0], curve.steps.tobytes()][tag] = curve
     return {
         "run": run.name,
-        "groups": [group for group in groups if group["steps"]],
-        "merged": {"points": n_all, "shown": n_shown} if n_shown < n_all else None,
+        "groups": [_group(curves) for curves in groups.values()],
         "marks": marks_of(run),
         "evaluations": evaluations_of(run),
         "summary": summary_of(run),
         "notes": list(run.notes),
-        "reports": [_said(text) for text in _by_importance(run)],
+        "reports": reports_of(run),
     }
 
 
-def _curves_that_belong_together(run: LoggedRun) -> Iterator[tuple[str, dict[str, Curve]]]:
-    """Yield (common prefix of the tags, curves by tag) for each group of related curves with the same steps."""
-    groups: dict[tuple[str, bytes], dict[str, Curve]] = defaultdict(dict)
-    for tag, curve in sorted(run.curves.items()):
-        if "/batch_" not in tag:  # those count batches, not training steps
-            groups[_family(tag), curve.steps.tobytes()][tag] = curve
-    for (family, _), curves in groups.items():
-        yield family, curves
-
-
-def _family(tag: str) -> str:
-    parts = tag.split("/")
-    return "/".join(parts[:2]) if len(parts) > 2 or parts[0] in {"loss", "grad"} else parts[0]  # noqa: PLR2004
-
-
-def _group(family: str, curves: Mapping[str, Curve]) -> dict[str, Any]:
+def _group(curves: Mapping[str, Curve]) -> dict[str, Any]:
     some = next(iter(curves.values()))
     n_points = len(some.steps)
     kept: Sequence[int] = range(n_points) if n_points <= 2 * BUCKETS else _kept(curves, n_points)
     return {
-        "family": family,
         "steps": [some.steps[at] for at in kept],
-        "times": [round(some.times[at], 3) for at in kept],
         "series": {tag: [_json(curve.values[at]) for at in kept] for tag, curve in curves.items()},
         "n_points": n_points,
     }
@@ -107,50 +90,41 @@ def marks_of(run: LoggedRun) -> list[dict[str, Any]]:
     """Return the events to mark on charts: emptied caches, retries, out-of-memory errors, leaks, NaN and spikes."""
     marks: list[dict[str, Any]] = []
     freed, took = (run.curves.get(f"memory/cache/{name}", Curve()) for name in ("freed_gib", "ms"))
-    ms_at = dict(zip(took.steps, took.values, strict=True))
-    for step, gib in zip(freed.steps, freed.values, strict=True):
+    for step, gib, ms in zip(freed.steps, freed.values, took.values, strict=False):  # both are logged at once
         if gib > 0:
-            marks.append({"step": step, "kind": "cache", "gib": _json(gib), "ms": _json(ms_at.get(step, math.nan))})
-    leaks = run.curves.get("memory/leaks", Curve())
-    for step, count in zip(leaks.steps, leaks.values, strict=True):  # of one warning, not since the beginning
-        words = "leak was found" if count == 1 else "leaks were found"
-        marks.append({"step": step, "kind": "leak", "count": int(count), "words": words})
-    if "nonfinite/skipped" not in run.curves:  # the step that ended a run has no point
-        bad = [text.step for text in run.texts if text.tag == "memtools/nonfinite_report"]
-        marks += [{"step": step, "kind": "nonfinite", "count": 1, "words": "step was NaN or Inf"} for step in bad]
+            marks.append({"step": step, "kind": "cache", "gib": _json(gib), "ms": _json(ms)})
     for tag, (kind, one, several) in _COUNTS.items():
         before = 0.0
         curve = run.curves.get(tag, Curve())
         for step, count in zip(curve.steps, curve.values, strict=True):
-            if count > before:
-                n = int(count - before)
+            n = int(count - before)
+            if n > 0:
                 marks.append({"step": step, "kind": kind, "count": n, "words": one if n == 1 else several})
-            before = count
-    for tag, curve in run.curves.items():
-        if tag.startswith("loss/") and not math.isfinite(sum(curve.values)):  # faster than a loop
-            bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if not math.isfinite(value)]
-            marks.extend(
-                {"step": step, "kind": "nonfinite", "count": 1, "words": f"value of {tag} is no number"} for step in bad
-            )
+            if tag != "memory/leaks":  # it counts the leaks of one warning, not since the beginning
+                before = count
+    bad = [
+        (step, f"value of {tag} is no number")
+        for tag, curve in run.curves.items()
+        if tag.startswith("loss/")
+        for step, value in zip(curve.steps, curve.values, strict=True)
+        if not math.isfinite(value)
+    ]
+    if "nonfinite/skipped" not in run.curves:  # the step that ended a run has no point
+        bad += [(text.step, "step was NaN or Inf") for text in run.texts if text.tag == "memtools/nonfinite_report"]
+    marks += [{"step": step, "kind": "nonfinite", "count": 1, "words": words} for step, words in bad]
     return sorted(marks, key=lambda mark: mark["step"])[-_MAX_MARKS:]
 
 
 def evaluations_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the stage, training step and end time of each validation or test in a run, sorted by step."""
-    found: list[dict[str, Any]] = []
-    for stage in STAGES[1:]:
-        curve = _first_curve(run, f"memory/{stage}/peak_allocated_gib", f"memory/{stage}/allocated_gib")
-        if curve is None and stage == "val":
-            curve = next((curve for tag, curve in sorted(run.curves.items()) if tag.startswith("loss/val")), None)
-        if curve is not None:
-            found += [
-                {"stage": stage, "step": step, "end": end} for step, end in zip(curve.steps, curve.times, strict=True)
-            ]
-    return sorted(found, key=lambda evaluation: (evaluation["step"], evaluation["end"]))[-5 * _MAX_MARKS :]
-
-
-def _first_curve(run: LoggedRun, *tags: str) -> Curve | None:
-    return next((run.curves[tag] for tag in tags if tag in run.curves), None)
+    """Return the stage and training step of each validation, test or prediction in a run, sorted by step."""
+    found = dict.fromkeys(
+        (stage, step)
+        for stage in STAGES[1:]
+        for tag, curve in run.curves.items()
+        if tag.startswith((f"memory/{stage}/", f"loss/{stage}"))
+        for step in curve.steps
+    )
+    return [{"stage": stage, "step": step} for stage, step in sorted(found, key=lambda one: one[1])][-5 * _MAX_MARKS :]
 
 
 def summary_of(run: LoggedRun) -> dict[str, Any]:
@@ -158,24 +132,23 @@ def summary_of(run: LoggedRun) -> dict[str, Any]:
     stages: dict[str, dict[str, Any]] = {}
     for stage in STAGES:
         for name in ("peak_allocated", "peak_reserved"):
-            curve = _first_curve(run, f"memory/{stage}/{name}_gib")
+            curve = run.curves.get(f"memory/{stage}/{name}_gib")
             if curve is not None:
                 stages.setdefault(stage, {})[name] = _highest(curve)
-    capacity = _first_curve(run, "memory/capacity_gib")
     return {
         "run": run.name,
         "stages": stages,
-        "capacity_gib": _last(capacity),
-        "host_gib": _highest_value(_first_curve(run, "memory/host_rss_gib")),
-        "host_used_gib": _highest_value(_first_curve(run, "memory/host/used_gib")),
-        "host_limit_gib": _last(_first_curve(run, "memory/host/limit_gib")),
-        "step_ms": _median(_first_curve(run, "time/step_ms")),
-        "loss_train": _last(next(iter(_with_prefix(run, "loss/train")), None)),
-        "loss_val": _last(next(iter(_with_prefix(run, "loss/val")), None)),
-        "retries": _highest_value(_first_curve(run, "memory/alloc_retries")),
-        "ooms": _highest_value(_first_curve(run, "memory/ooms")),
-        "last_step": max((curve.steps[-1] for tag, curve in run.curves.items() if "/batch_" not in tag), default=None),
-        "recoveries": _highest_value(_first_curve(run, "memory/oom_recoveries")),
+        "capacity_gib": _figure(run, "memory/capacity_gib", _last),
+        "host_gib": _figure(run, "memory/host_rss_gib", max),
+        "host_used_gib": _figure(run, "memory/host/used_gib", max),
+        "host_limit_gib": _figure(run, "memory/host/limit_gib", _last),
+        "step_ms": _figure(run, "time/step_ms", _median),
+        "loss_train": _figure(run, "loss/train", _last),
+        "loss_val": _figure(run, "loss/val", _last),
+        "retries": _figure(run, "memory/alloc_retries", max),
+        "ooms": _figure(run, "memory/ooms", max),
+        "last_step": max((curve.steps[-1] for curve in run.curves.values()), default=None),
+        "recoveries": _figure(run, "memory/oom_recoveries", max),
         "batch_size": _headline(run, "memtools/batch_size"),
         "checkpoint_plan": _headline(run, "memtools/checkpoint_plan"),
     }
@@ -187,8 +160,10 @@ def runs_view(runs: Mapping[str, LoggedRun]) -> dict[str, Any]:
     The run to show first is the newest that has curves, because a run that failed at once may have only reports.
     """
     first = max(runs.values(), key=lambda run: (bool(run.curves), _end(run)), default=None)
-    shown = {"runs": [summary_of(run) for run in sorted(runs.values(), key=_natural_name)]}
-    return shown | ({"newest": first.name} if first else {})
+    return {
+        "runs": [summary_of(run) for run in sorted(runs.values(), key=_natural_name)],
+        "newest": first and first.name,
+    }
 
 
 def _end(run: LoggedRun) -> float:
@@ -200,65 +175,56 @@ def _natural_name(run: LoggedRun) -> list[tuple[str, int]]:
     return [(words, int(digits or 0)) for words, digits in re.findall(r"(\D*)(\d*)", run.name)]
 
 
-def _with_prefix(run: LoggedRun, prefix: str) -> Iterable[Curve]:
-    return (curve for tag, curve in sorted(run.curves.items()) if tag.startswith(prefix))
-
-
 def _highest(curve: Curve) -> dict[str, Any]:
     at = max(range(len(curve.values)), key=curve.values.__getitem__)
     return {"gib": _json(curve.values[at]), "step": curve.steps[at]}
 
 
-def _highest_value(curve: Curve | None) -> float | None:
-    return None if curve is None else _json(max(curve.values))
+def _figure(run: LoggedRun, prefix: str, of: Callable[[Sequence[float]], float]) -> float | None:
+    """Return a figure of the first curve whose tag begins with `prefix`; None if the run has no such curve."""
+    tag = min((tag for tag in run.curves if tag.startswith(prefix)), default=None)
+    return None if tag is None else _json(of(run.curves[tag].values))
 
 
-def _last(curve: Curve | None) -> float | None:
-    return None if curve is None else _json(curve.values[-1])
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
 
 
-def _median(curve: Curve | None) -> float | None:
-    if curve is None:
-        return None
+def _median(values: Sequence[float]) -> float:
     # The first point of a run contains what happens once: compilation, the choice of convolution algorithms.
-    values = curve.values[1:] or curve.values
-    return _json(statistics.median(values))
+    return statistics.median(values[1:] or values)
 
 
 def _headline(run: LoggedRun, tag: str) -> str | None:
-    """Return the first sentence of the latest report with the tag `tag`; None if the run has no such report."""
-    return next((_first_sentence(text.text) for text in reversed(run.texts) if text.tag == tag), None)
+    """Return what the latest report with the tag `tag` says in a line; None if the run has no such report."""
+    return next((_words_of(text) for text in reversed(run.texts) if text.tag == tag), None)
 
 
-def _first_sentence(text: str) -> str:
-    """Return a report's first line that is neither a heading nor a table row."""
-    lines = [line for line in text.splitlines() if line.strip("#* ")]
-    lines.sort(key=lambda line: line.startswith(("#", "|")))
-    return lines[0].strip("#*- ") if lines else ""
+def _words_of(text: LoggedText) -> str:
+    """Return the line that sums a report up: a title with a colon, else the first line of no title or table."""
+    lines = [line for line in text.text.splitlines() if line.strip("#* ")] or [""]
+    if not (lines[0].startswith("# ") and ":" in lines[0]):
+        lines.sort(key=lambda line: line.startswith(("#", "|")))
+    words = lines[0].strip("#*- ")
+    # torch's message on memory is a paragraph.
+    return re.split(r"(?<=\.)\s", words)[0] if text.tag == "memtools/ended" else words
 
 
-def _by_importance(run: LoggedRun) -> list[LoggedText]:
-    """Return the reports by kind, the most serious kind first. Within a kind, the newest come first."""
-    newest_first = sorted(run.texts, key=lambda text: text.time, reverse=True)
-    return sorted(newest_first, key=_rank)
-
-
-def _rank(text: LoggedText) -> int:
+def _rank(text: LoggedText) -> tuple[bool, int, float]:
     kind = text.tag.removeprefix("memtools/")
-    if kind not in _GRAVEST_FIRST or _FOUND_NOTHING in text.text:
-        return len(_GRAVEST_FIRST) + (_FOUND_NOTHING in text.text)
-    return _GRAVEST_FIRST.index(kind)
-
-
-def _said(text: LoggedText) -> dict[str, Any]:
-    """Return a report's tag, its step, and one line that sums it up: its title if informative, else a sentence."""
-    first = text.text.strip().partition("\n")[0]
-    words = first.strip("# ") if first.startswith("# ") and ":" in first else _first_sentence(text.text)
-    if text.tag == "memtools/ended":  # torch's message on memory is a paragraph
-        words = re.split(r"(?<=\.)\s", words)[0]
-    return {"tag": text.tag, "step": text.step, "words": words, "found_nothing": _FOUND_NOTHING in text.text}
+    return _FOUND_NOTHING in text.text, (*_GRAVEST_FIRST, kind).index(kind), -text.time
 
 
 def reports_of(run: LoggedRun) -> list[dict[str, Any]]:
-    """Return the reports of a run as HTML, each with its tag, step and time, most important first."""
-    return [{**_said(text), "time": text.time, "html": report_as_html(text.text)} for text in _by_importance(run)]
+    """Return a run's reports by kind, the most serious kind first. Within a kind, the newest come first."""
+    return [
+        {
+            "tag": text.tag,
+            "step": text.step,
+            "time": text.time,
+            "words": _words_of(text),
+            "found_nothing": _FOUND_NOTHING in text.text,
+            "html": report_as_html(text.text),
+        }
+        for text in sorted(run.texts, key=_rank)
+    ]

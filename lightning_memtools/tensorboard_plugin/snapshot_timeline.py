@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _RESERVES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 _BORN_IN = {"forward": "activations", "backward": "temporaries", "optimizer": "temporaries"}
 _BY_MODULE = {"activations", "temporaries"}
 _REST, _ALL = "everything else", "allocated"
-_NO_MARKS: dict[str, Any] = {"phases": [], "owned": [], "device": 0, "step": None, "rank": None, "name": ""}
+_NO_MARKS: dict[str, Any] = {"phases": [], "owned": [], "step": None, "rank": None}
 
 
 @dataclass(slots=True)
@@ -72,48 +72,36 @@ def timeline_from(path: Path) -> dict[str, Any]:
 
 
 def _timeline(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    marks = _marks_of(snapshot)
+    used = (index for index, trace in enumerate(snapshot["device_traces"]) if trace)
+    # What MemoryMonitor adds to its snapshot of a step, or what stands for it in any other snapshot.
+    marks = _NO_MARKS | {"device": next(used, 0)} | snapshot.get("memtools", {})
     device = marks["device"]
     entries: Sequence[Mapping[str, Any]] = snapshot["device_traces"][device] if snapshot["device_traces"] else []
     phases = [(_event_at(entries, time), str(name)) for time, name in marks["phases"]]
     owned = [(_event_at(entries, time), addresses) for time, addresses in marks["owned"]]
     is_marked = bool(owned)
     blocks = _blocks_of(snapshot, entries, device, owned)
-    first = phases[0][0] if phases else 0
     for block in blocks:
-        block.part = (block.part or _part_of(block, phases, first)) if is_marked else _ALL
+        block.part = (block.part or _part_of(block, phases)) if is_marked else _ALL
     total, reserved = _totals(blocks, len(entries)), _reserved(snapshot, entries, device)
-    shown = range(first, len(entries) + 1)
-    peak = max(shown, key=total.__getitem__)
+    peak = total.index(max(total))
     at_peak = [block for block in blocks if block.is_alive(peak)]
-    top = _top(at_peak, is_marked=is_marked)
     names = [name for name in (*PARTS, _ALL) if any(block.part == name for block in blocks)]
-    columns = _columns(shown, total)
+    columns = _columns(total)
     values = {name: _totals([block for block in blocks if block.part == name], len(entries)) for name in names}
     return {
         "title": f"step {marks['step']}" if marks["step"] is not None else "",
         "rank": marks["rank"],
-        "device": device,
-        "name": marks["name"],
-        "first": first,
-        "n_events": len(shown) - 1,
-        "columns": [event - first for event in columns],
+        "name": marks.get("name", f"device {device}"),
+        "n_events": len(entries),
+        "columns": columns,
         "total": [total[event] for event in columns],
         "reserved": [reserved[event] for event in columns],
         "parts": {name: [sizes[event] for event in columns] for name, sizes in values.items()},
-        "phases": [[event - first, name] for event, name in phases],
-        "peak": {"at": peak - first, "bytes": total[peak], "phase": _phase_at(phases, peak)},
-        "top": top,
-    }  # fmt: skip
-
-
-def _marks_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what MemoryMonitor added to a snapshot (device, step, phases); defaults for any other snapshot."""
-    marks = snapshot.get("memtools")
-    if isinstance(marks, dict) and set(_NO_MARKS) <= set(marks):
-        return marks
-    device = next((index for index, trace in enumerate(snapshot["device_traces"]) if trace), 0)
-    return _NO_MARKS | {"device": device, "name": f"device {device}"}
+        "phases": phases,
+        "peak": {"at": peak, "bytes": total[peak], "phase": _phase_at(phases, peak)},
+        "top": _top(at_peak, is_marked=is_marked),
+    }
 
 
 def _event_at(entries: Sequence[Mapping[str, Any]], time: int) -> int:
@@ -133,15 +121,12 @@ def _blocks_of(
         for address, block in live_at_start(snapshot, entries, device).items()
     }
     blocks = list(live.values())
-    moments = iter([*owned, (len(entries) + 1, {})])
-    moment, owners = next(moments)
     for at, entry in enumerate([*entries, {"action": "end"}]):
-        while moment == at:
+        for owners in (owners for moment, owners in owned if moment == at):
             for part, tensors in owners.items():
                 for address, name in tensors.items():
                     if address in live and not live[address].part:
                         live[address].part, live[address].name = part if part in PARTS else "other", name
-            moment, owners = next(moments)
         if entry["action"] == "alloc":
             live[entry["addr"]] = _block(at + 1, entry["size"], entry)
             blocks.append(live[entry["addr"]])
@@ -162,21 +147,21 @@ def _frame(frame: Mapping[str, Any]) -> str:
     return f"{frame['filename']}:{frame.get('line')} {name}" if frame.get("filename") else name
 
 
-def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]], first: int) -> str:
-    """Guess the category of a block from the phase that allocated it; "other" for blocks up to event `first`."""
-    return "other" if block.born <= first else _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
+def _part_of(block: BlockLife, phases: Sequence[tuple[int, str]]) -> str:
+    """Guess the category of a block from the phase that allocated it; "other" for blocks that predate the history."""
+    return _BORN_IN.get(_phase_at(phases, block.born - 1), "other")
 
 
 def _line_of(block: BlockLife) -> str:
-    """Return the innermost Python frame outside of torch that allocated a block; "" if there is none."""
+    """Return the innermost Python frame outside of torch that allocated a block; without one, the innermost frame."""
     own = (frame for frame in block.stack if ".py:" in frame and "/torch/" not in frame)
-    return next(own, "").rpartition("site-packages/")[2]
+    return next(chain(own, block.stack, ["(not known)"])).rpartition("site-packages/")[2]
 
 
 def _module_of(block: BlockLife) -> str:
     phase, _, module = block.label.partition(" | ")
     # A VirtualDevice's only frame is the module.
-    return module or (f"({phase})" if phase else "") or (block.stack[0] if block.stack else "(not known)")
+    return module or (f"({phase})" if phase else _line_of(block))
 
 
 def _phase_at(phases: Sequence[tuple[int, str]], event: int) -> str:
@@ -199,10 +184,10 @@ def _reserved(snapshot: Mapping[str, Any], entries: Sequence[Mapping[str, Any]],
     return list(accumulate(changes, initial=at_end))[::-1]
 
 
-def _columns(shown: range, total: Sequence[int]) -> list[int]:
+def _columns(total: Sequence[int]) -> list[int]:
     """Divide events among chart columns. Return the event in each column after which the most memory is in use."""
-    n_columns = min(_COLUMNS, len(shown))
-    bounds = [shown.start + column * len(shown) // n_columns for column in range(n_columns + 1)]
+    n_columns = min(_COLUMNS, len(total))
+    bounds = [column * len(total) // n_columns for column in range(n_columns + 1)]
     return [max(range(low, high), key=total.__getitem__) for low, high in pairwise(bounds)]
 
 
@@ -215,7 +200,7 @@ def _top(at_peak: Sequence[BlockLife], *, is_marked: bool) -> list[dict[str, Any
 
     def holder(block: BlockLife) -> tuple[str, str]:
         if not is_marked:
-            return "", block.label or _line_of(block) or (block.stack[0] if block.stack else "(no stack)")
+            return "", block.label or _line_of(block)
         return block.part, block.name or (_module_of(block) if block.part in _BY_MODULE else "(no name)")
 
     sizes: dict[tuple[str, str], int] = defaultdict(int)

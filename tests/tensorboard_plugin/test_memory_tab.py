@@ -60,7 +60,7 @@ def test_runs_are_listed_with_their_figures(board):
 
 
 @pytest.mark.parametrize("run", ["nosuchrun", "../secret.txt", "/etc/passwd", "..", ATTACK, "x" * 7000, "\x00", ""])
-@pytest.mark.parametrize("route", ["run", "reports", "step"])
+@pytest.mark.parametrize("route", ["run", "step"])
 def test_an_unknown_run_is_a_404_with_a_plain_message(board, route, run):
     code, kind, text = refused(board, f"{PLUGIN}/{route}", run=run)
     assert code == 404
@@ -79,9 +79,9 @@ def test_only_the_tab_s_own_files_are_served(board, path):
 
 
 def test_script_in_a_report_is_sent_as_json_and_not_as_a_page(board):
-    with urllib.request.urlopen(f"{board}/data/{PLUGIN}/reports?run=small") as answer:  # noqa: S310, our own server
+    with urllib.request.urlopen(f"{board}/data/{PLUGIN}/run?run=small") as answer:  # noqa: S310, our own server
         assert answer.headers["Content-Type"].startswith("application/json")
-        assert "<script" not in json.load(answer)[0]["html"]
+        assert "<script" not in json.load(answer)["reports"][0]["html"]
 
 
 def test_loading_the_plugin_imports_neither_torch_nor_lightning_nor_protobuf_messages():
@@ -101,7 +101,7 @@ def test_a_directory_without_our_tags_leaves_the_tab_inactive(tmp_path):
     with tensorboard(tmp_path / "logs", tmp_path / "output") as address:
         get(address, "plugin/scalars/tags")
         assert not get(address, "plugins_listing")["lightning_memtools"]["enabled"]
-        assert get(address, f"{PLUGIN}/runs") == {"runs": []}
+        assert get(address, f"{PLUGIN}/runs") == {"runs": [], "newest": None}
 
 
 def test_every_module_of_the_tab_is_asked_for_at_once():

@@ -58,6 +58,7 @@ export async function start(root, source) {
     run: new RunPage(source, place, "run"),
     composition: new RunPage(source, place, "composition"),
     compare: new ComparePage(source, place),
+    reports: { show: (found) => reports(place, found.reports) },
   };
   const bar = h(
     "header",
@@ -98,9 +99,6 @@ export async function start(root, source) {
     try {
       if (view === "compare") {
         pages.compare.show(state.runs);
-      } else if (view === "reports") {
-        const entries = await source.reports(run);
-        if (state.view === view && state.run === run) reports(place, entries);
       } else {
         const found = await source.run(run);
         if (state.view === view && state.run === run) pages[view].show(found);

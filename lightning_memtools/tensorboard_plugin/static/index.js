@@ -50,7 +50,6 @@ const source = {
   grows: true,
   runs: () => ask("./runs"),
   step: (run) => ask("./step", { run }),
-  reports: (run) => ask("./reports", { run }),
   run: (run) => ask("./run", { run }),
 };
 
@@ -69,7 +68,7 @@ const styled = Promise.all(STYLES.map((path) => link("stylesheet", path)));
 MODULES.forEach((name) => link("modulepreload", `./${name}.js`));
 begin(urlOf("./runs", {})).then(
   ({ newest }) => {
-    if (newest !== undefined) begin(urlOf("./run", { run: newest }));
+    if (newest) begin(urlOf("./run", { run: newest }));
   },
   () => {},
 );

@@ -385,8 +385,7 @@ function compositionTable(view) {
 }
 
 function wordsOf(mark) {
-  const took = mark.ms === null || mark.ms === undefined ? "" : ` in ${milliseconds(mark.ms)}`;
-  if (mark.kind === "cache") return `Cache emptied: ${size(bytesOf(mark.gib))} released${took}.`;
+  if (mark.kind === "cache") return `Cache emptied: ${size(bytesOf(mark.gib))} released in ${milliseconds(mark.ms)}.`;
   return `${whole(mark.count)} ${mark.words}.`;
 }
 
@@ -427,12 +426,16 @@ function eventsTable(view) {
 }
 
 function wordsOnPoints(view) {
-  const merged = view.merged
-    ? [
-        `${whole(view.merged.points)} points are drawn as ${whole(view.merged.shown)}: ` +
-          "of neighbouring steps the highest and lowest stay, so no peak is lost.",
-      ]
-    : [];
+  const sum = (counts) => counts.reduce((total, one) => total + one, 0);
+  const points = sum(view.groups.map((group) => group.n_points));
+  const drawn = sum(view.groups.map((group) => group.steps.length));
+  const merged =
+    drawn < points
+      ? [
+          `${whole(points)} points are drawn as ${whole(drawn)}: ` +
+            "of neighbouring steps the highest and lowest stay, so no peak is lost.",
+        ]
+      : [];
   return [...merged, ...view.notes].map((text) => h("p", { class: "remark" }, text));
 }
 

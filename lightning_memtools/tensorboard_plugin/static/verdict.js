@@ -49,7 +49,7 @@ function doesItFit(view) {
 
 // What memory consists of where it is highest: each part that holds something, with its bytes.
 export function compositionAtPeak(view) {
-  const group = view.groups.find(({ family }) => family === "memory/composition");
+  const group = view.groups.find(({ series }) => "memory/composition/parameters_gib" in series);
   if (!group) return [];
   const parts = Object.entries(group.series).map(([tag, values]) => [tag.match(/(\w+)_gib$/)[1], values]);
   const totals = group.steps.map((_, i) => parts.reduce((sum, [, values]) => sum + (values[i] ?? 0), 0));
