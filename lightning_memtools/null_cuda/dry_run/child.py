@@ -36,9 +36,8 @@ from lightning_memtools.null_cuda.dry_run.result import (
     DryRunResult,
     DryRunStage,
 )
-from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, RunObserver, watch_loops
+from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, RunObserver
 from lightning_memtools.null_cuda.dry_run.trainers import cut_trainers_when_imported
-from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.oom.actions import Outcome
 from lightning_memtools.simulation.followed_functions import FollowedValues
 from lightning_memtools.simulation.known_values import KnownValues, values_known
@@ -90,10 +89,7 @@ def _values_followed() -> Iterator[KnownValues]:
 
         patches.replace(torch, "compile", make)
         patches.replace(nn.init, "trunc_normal_", _sampled_once)
-        try:
-            yield known
-        finally:
-            patches.undo()
+        yield known
 
 
 def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +116,6 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
         observer.note("What NCCL allocates for itself is not counted.")
     cut_trainers_when_imported(observer)
     observer.files.guard_torch()
-    watch_loops(observer)
     record_cuda_history(_HISTORY_ENTRIES)
     observer.owners.enter(WHOLE_SCRIPT)
     # Registered before the script registers its own functions, so it runs after them.
@@ -137,12 +132,7 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
     optimizer_steps = observer.n_steps if observer.n_steps or instances_of(Optimizer) else None
     del variables
     if not observer.stages:
-        observer.stages[WHOLE_SCRIPT] = whole = observer.whole_script()
-        if status == FITS and not whole.peak_allocated_bytes:
-            observer.note(
-                "Nothing was put on a CUDA device: the script trains on the CPU, does not train, or starts processes "
-                "that do, as torchrun does. Then give the script that trains itself, with --devices for its ranks."
-            )
+        observer.stages[WHOLE_SCRIPT] = observer.whole_script()
     reports = sorted((Path(spec.directory) / "memtools").glob("oom-*.md")) if status == OUT_OF_MEMORY else []
     properties = torch.cuda.get_device_properties(spec.rank)
     return DryRunResult(
@@ -178,8 +168,6 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
     """Print the traceback of the exception that ended the program; return the exit status and an error message."""
     if isinstance(error, SystemExit):
         return (FAILED, f"It ended with exit status {error.code}.") if error.code else (FITS, None)
-    if isinstance(error, DryRunError):
-        return FAILED, str(error)
     outer = error.__traceback__
     while outer is not None and outer.tb_frame.f_code.co_filename in {__file__, runpy.__file__, "<frozen runpy>"}:
         outer = outer.tb_next
