@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import runpy
 import sys
 import traceback
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from lightning_memtools.memory.living_objects import instances_of
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.peak_holders import held_by
 from lightning_memtools.memory.sizes import Gpu, context_bytes, known_gpus
-from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.null_cuda.dry_run.api import DryRunSpec
 from lightning_memtools.null_cuda.dry_run.result import (
     FAILED,
@@ -76,34 +76,28 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
     """Context manager: track which tensor values are known without a GPU. A call to torch.compile ends this."""
-    patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
+        original = torch.compile
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def compile_(*args: Any, **kwargs: Any) -> Any:
-                following.close()
-                return original(*args, **kwargs)
+        @functools.wraps(original)
+        def compile_unfollowed(*args: Any, **kwargs: Any) -> Any:
+            following.close()
+            return original(*args, **kwargs)
 
-            return compile_
-
-        patches.replace(torch, "compile", make)
-        patches.replace(nn.init, "trunc_normal_", _sampled_once)
+        # Both stay until the process ends.
+        torch.compile, nn.init.trunc_normal_ = compile_unfollowed, _drawn_once
         yield known
 
 
-def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `trunc_normal_` so that it resamples a CUDA tensor only once, not until all values are in range."""
-
-    def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
-        if not tensor.is_cuda:
-            drawn: Tensor = original(tensor, mean, std, *args, **kwargs)
-            return drawn
-        with torch.no_grad():
-            outside = (tensor.normal_(mean, std) < mean) | (tensor > mean)
-            return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
-
-    return trunc_normal_
+def _drawn_once(  # noqa: PLR0917, torch's own signature
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
+) -> Tensor:
+    """Stand in for `trunc_normal_`, which draws until the device says that all values are in range: draw once more."""
+    with torch.no_grad():
+        outside = (tensor.normal_(mean, std, generator=generator) < a) | (tensor > b)
+        again = torch.empty_like(tensor).normal_(mean, std, generator=generator)
+        return tensor.copy_(torch.where(outside, again, tensor)).clamp_(a, b)
 
 
 # --- the run
@@ -189,9 +183,7 @@ def _end_here() -> None:
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
     """Return the stages, with their peaks broken down by category, module and line if the history is complete."""
-    if len(entries) >= _HISTORY_ENTRIES:
-        return list(observer.stages.values())
-    holders = observer.owners.holders(entries)
+    holders = observer.owners.holders(entries) if len(entries) < _HISTORY_ENTRIES else {}
 
     def composed(stage: DryRunStage) -> DryRunStage:
         found = holders.get(stage.stage, ())
