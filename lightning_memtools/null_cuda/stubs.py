@@ -52,7 +52,7 @@ class TorchBuild:
 
     Attributes:
         folder: The folder with its shared libraries.
-        version: Its version, such as "2.13.0+cu130".
+        version: The version of its package, such as "2.13.0".
         cuda: The major version of CUDA that it was built for.
         architectures: The compute capabilities of its compiled kernels, in ascending order; 86 stands for 8.6.
     """
@@ -76,9 +76,8 @@ def installed_torch() -> TorchBuild:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise DryRunError("torch is not installed in this environment.")
-    root = Path(spec.origin).parent
+    root, version = Path(spec.origin).parent, importlib.metadata.version("torch")
     if not (root / "lib" / "libtorch_cuda.so").exists():
-        version = importlib.metadata.version("torch")
         public = version.partition("+")[0]
         raise DryRunError(
             f"torch {version} is a build for the CPU, and a dry run needs one for CUDA: it executes PyTorch's own CUDA "
@@ -89,13 +88,12 @@ def installed_torch() -> TorchBuild:
     # version.py holds plain assignments; importing torch would load NVIDIA's libraries.
     text = (root / "version.py").read_text(encoding="utf-8")
     cuda = re.search(r"^cuda[^=\n]*= *'(\d+)", text, re.MULTILINE)
-    found = re.search(r"^__version__[^=\n]*= *'([^']+)'", text, re.MULTILINE)
-    if cuda is None or found is None:
+    if cuda is None:
         raise DryRunError(f"{root / 'version.py'} does not say which CUDA this torch was built for.")
     # The text that torch.cuda.get_arch_list() splits.
     flags = re.search(rb"sm_\d+(?: (?:sm|compute)_\d+)*", (root / "lib" / "libtorch_python.so").read_bytes())
     architectures = sorted({int(one) for one in re.findall(rb"sm_(\d+)", flags.group() if flags else b"")})
-    return TorchBuild(root / "lib", found.group(1), int(cuda.group(1)), tuple(architectures))
+    return TorchBuild(root / "lib", version, int(cuda.group(1)), tuple(architectures))
 
 
 def stub_libraries(build: TorchBuild, cache: Path | None = None) -> list[Path]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,16 +21,11 @@ from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.reporting.console import progress_printed
 
 _CHILD = "lightning_memtools.null_cuda.dry_run.child"
-_ADVICE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunSpec:
-    """The arguments of `dry_run` as JSON values, for the child process that runs the script.
-
-    Attributes:
-        checks_seconds: The CPU seconds for an out-of-memory report to try ways to save memory; None for the default.
-    """
+    """The arguments of `dry_run` as JSON values, for the child process that runs the script."""
 
     program: str
     arguments: list[str]
@@ -39,7 +34,7 @@ class DryRunSpec:
     devices: int
     rank: int
     directory: str
-    checks_seconds: float | None = None
+    advise: bool
 
 
 def dry_run(
@@ -99,14 +94,8 @@ def dry_run(
         devices=devices,
         rank=rank,
         directory=str(place),
-        checks_seconds=_ADVICE_SECONDS if advise else None,
+        advise=advise,
     )
-    return _run(spec, found, output)
-
-
-def _run(spec: DryRunSpec, devices: Mapping[str, str], output: IO[Any] | None) -> DryRunResult:
-    """Run the script in a child process, with the environment variables in `devices` added, and return the result."""
-    place = Path(spec.directory)
     place.mkdir(parents=True, exist_ok=True)
     wanted, result = place / "dry_run_spec.json", place / "dry_run.json"
     wanted.write_text(json.dumps(asdict(spec)), encoding="utf-8")
@@ -114,7 +103,7 @@ def _run(spec: DryRunSpec, devices: Mapping[str, str], output: IO[Any] | None) -
     # A session of its own: whatever the script starts ends with it.
     child = subprocess.Popen(  # noqa: S603, the user's own script
         [sys.executable, "-m", _CHILD, str(wanted)],
-        env=environment(devices),
+        env=environment(found),
         start_new_session=True,
         stdout=output,
     )

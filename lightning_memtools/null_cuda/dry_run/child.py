@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import runpy
 import sys
 import traceback
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +27,6 @@ from lightning_memtools.memory.living_objects import instances_of
 from lightning_memtools.memory.oom_errors import is_out_of_memory
 from lightning_memtools.memory.peak_holders import held_by
 from lightning_memtools.memory.sizes import Gpu, context_bytes, known_gpus
-from lightning_memtools.memory.virtual.patches import Patches
 from lightning_memtools.null_cuda.dry_run.api import DryRunSpec
 from lightning_memtools.null_cuda.dry_run.result import (
     FAILED,
@@ -36,9 +36,8 @@ from lightning_memtools.null_cuda.dry_run.result import (
     DryRunResult,
     DryRunStage,
 )
-from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, RunObserver, watch_loops
+from lightning_memtools.null_cuda.dry_run.run_observer import WHOLE_SCRIPT, RunObserver
 from lightning_memtools.null_cuda.dry_run.trainers import cut_trainers_when_imported
-from lightning_memtools.null_cuda.stubs import DryRunError
 from lightning_memtools.oom.actions import Outcome
 from lightning_memtools.simulation.followed_functions import FollowedValues
 from lightning_memtools.simulation.known_values import KnownValues, values_known
@@ -77,37 +76,28 @@ def _as_one_rank(spec: DryRunSpec) -> Iterator[None]:
 @contextmanager
 def _values_followed() -> Iterator[KnownValues]:
     """Context manager: track which tensor values are known without a GPU. A call to torch.compile ends this."""
-    patches = Patches()
     with values_known() as known, ExitStack() as following:
         following.enter_context(FollowedValues(known))
+        original = torch.compile
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def compile_(*args: Any, **kwargs: Any) -> Any:
-                following.close()
-                return original(*args, **kwargs)
+        @functools.wraps(original)
+        def compile_unfollowed(*args: Any, **kwargs: Any) -> Any:
+            following.close()
+            return original(*args, **kwargs)
 
-            return compile_
-
-        patches.replace(torch, "compile", make)
-        patches.replace(nn.init, "trunc_normal_", _sampled_once)
-        try:
-            yield known
-        finally:
-            patches.undo()
+        # Both stay until the process ends.
+        torch.compile, nn.init.trunc_normal_ = compile_unfollowed, _drawn_once
+        yield known
 
 
-def _sampled_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `trunc_normal_` so that it resamples a CUDA tensor only once, not until all values are in range."""
-
-    def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, *args: Any, **kwargs: Any) -> Tensor:
-        if not tensor.is_cuda:
-            drawn: Tensor = original(tensor, mean, std, *args, **kwargs)
-            return drawn
-        with torch.no_grad():
-            outside = (tensor.normal_(mean, std) < mean) | (tensor > mean)
-            return tensor.copy_(torch.where(outside, torch.empty_like(tensor).normal_(mean, std), tensor))
-
-    return trunc_normal_
+def _drawn_once(  # noqa: PLR0917, torch's own signature
+    tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
+) -> Tensor:
+    """Stand in for `trunc_normal_`, which draws until the device says that all values are in range: draw once more."""
+    with torch.no_grad():
+        outside = (tensor.normal_(mean, std, generator=generator) < a) | (tensor > b)
+        again = torch.empty_like(tensor).normal_(mean, std, generator=generator)
+        return tensor.copy_(torch.where(outside, again, tensor)).clamp_(a, b)
 
 
 # --- the run
@@ -120,7 +110,6 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
         observer.note("What NCCL allocates for itself is not counted.")
     cut_trainers_when_imported(observer)
     observer.files.guard_torch()
-    watch_loops(observer)
     record_cuda_history(_HISTORY_ENTRIES)
     observer.owners.enter(WHOLE_SCRIPT)
     # Registered before the script registers its own functions, so it runs after them.
@@ -137,12 +126,7 @@ def _run(observer: RunObserver, known: KnownValues) -> DryRunResult:
     optimizer_steps = observer.n_steps if observer.n_steps or instances_of(Optimizer) else None
     del variables
     if not observer.stages:
-        observer.stages[WHOLE_SCRIPT] = whole = observer.whole_script()
-        if status == FITS and not whole.peak_allocated_bytes:
-            observer.note(
-                "Nothing was put on a CUDA device: the script trains on the CPU, does not train, or starts processes "
-                "that do, as torchrun does. Then give the script that trains itself, with --devices for its ranks."
-            )
+        observer.stages[WHOLE_SCRIPT] = observer.whole_script()
     reports = sorted((Path(spec.directory) / "memtools").glob("oom-*.md")) if status == OUT_OF_MEMORY else []
     properties = torch.cuda.get_device_properties(spec.rank)
     return DryRunResult(
@@ -178,8 +162,6 @@ def _judge(error: BaseException) -> tuple[int, str | None]:
     """Print the traceback of the exception that ended the program; return the exit status and an error message."""
     if isinstance(error, SystemExit):
         return (FAILED, f"It ended with exit status {error.code}.") if error.code else (FITS, None)
-    if isinstance(error, DryRunError):
-        return FAILED, str(error)
     outer = error.__traceback__
     while outer is not None and outer.tb_frame.f_code.co_filename in {__file__, runpy.__file__, "<frozen runpy>"}:
         outer = outer.tb_next
@@ -201,9 +183,7 @@ def _end_here() -> None:
 
 def _with_holders(observer: RunObserver, entries: list[dict[str, Any]]) -> list[DryRunStage]:
     """Return the stages, with their peaks broken down by category, module and line if the history is complete."""
-    if len(entries) >= _HISTORY_ENTRIES:
-        return list(observer.stages.values())
-    holders = observer.owners.holders(entries)
+    holders = observer.owners.holders(entries) if len(entries) < _HISTORY_ENTRIES else {}
 
     def composed(stage: DryRunStage) -> DryRunStage:
         found = holders.get(stage.stage, ())

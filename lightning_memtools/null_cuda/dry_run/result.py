@@ -115,7 +115,10 @@ class DryRunResult:
         if self.optimizer_steps == 0:
             return "No optimizer step ran, so that it is not known whether training fits."
         if not any(one.peak_allocated_bytes for one in self.stages):
-            return "There was nothing to measure."
+            return (
+                "There was nothing to measure. Nothing was put on a CUDA device: the script trains on the CPU, does not"
+                " train, or starts others that do, as torchrun does: give the one that trains, with --devices for all."
+            )
         if not self.assumed:
             return "It fits."
         return "It fits if what these lines assume of values that nobody computed is true:\n" + "\n".join(

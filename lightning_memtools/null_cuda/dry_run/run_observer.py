@@ -54,7 +54,10 @@ class RunObserver:
         self._script.resume()
         self._watch: StageWatch | None = None
         self._labels: list[ModuleLabels] = []
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._let_script_reset_peaks()
+        register_optimizer_step_post_hook(self._end_step)
 
     def note(self, text: str) -> None:
         """Add a remark to the notes, unless it is there already."""
@@ -77,15 +80,10 @@ class RunObserver:
 
     # --- a Trainer
 
-    @property
-    def is_watching(self) -> bool:
-        """True while a Trainer runs."""
-        return self._watch is not None
-
-    def begin(self, device: torch.device) -> None:
-        """Begin to observe a Trainer's fit, validate, test or predict call on `device`."""
-        if device.type == "cuda":
-            self._watch = StageWatch(self._counter)
+    def begin(self) -> None:
+        """Begin to observe a Trainer's fit, validate, test or predict call."""
+        self.end()  # of a call before, which may have ended with an exception
+        self._watch = StageWatch(self._counter)
 
     def enter(self, stage: Stage) -> None:
         """Begin to measure the memory of a stage, such as "val"."""
@@ -136,25 +134,20 @@ class RunObserver:
         allocated, reserved = self._script.allocated or 0, self._script.reserved or 0
         return DryRunStage(stage=WHOLE_SCRIPT, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
 
+    # --- optimizers, in a Trainer and outside
 
-def watch_loops(observer: RunObserver) -> None:
-    """Count all optimizer steps. After each step outside of a Trainer, note which tensors own memory blocks."""
-    optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-    models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def end_step(optimizer: Optimizer, *_: Any) -> None:
-        observer.n_steps += 1
-        if observer.is_watching:
+    def _end_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Count a step. Outside of a Trainer, also note which tensors own memory blocks."""
+        self.n_steps += 1
+        if self._watch is not None:
             return
-        if optimizer not in optimizers:
-            optimizers.add(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
             trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
             for model in outermost(instances_of(nn.Module)):
-                if model not in models and any(id(weight) in trained for weight in model.parameters()):
-                    models.add(model)
+                if model not in self._models and any(id(weight) in trained for weight in model.parameters()):
+                    self._models.add(model)
                     if not has_compiled():  # hooks would change what is compiled
-                        observer.label_modules(model)
-        seen = list(models)
-        observer.see(seen[0] if len(seen) == 1 else nn.ModuleList(seen), list(optimizers), None)
-
-    register_optimizer_step_post_hook(end_step)
+                        self.label_modules(model)
+        seen = list(self._models)
+        self.see(seen[0] if len(seen) == 1 else nn.ModuleList(seen), list(self._optimizers), None)

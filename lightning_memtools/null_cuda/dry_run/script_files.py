@@ -64,15 +64,15 @@ class ScriptFiles:
 
         torch.save, torch.load = guarded_save, guarded_load
 
-    def guard_save(self, owner: type, name: str) -> None:
-        """Patch `owner.name`, a method that saves to a path, so that it does not overwrite the user's files."""
-        original = getattr(owner, name)
+    def guard_fabric(self, package: Any) -> None:
+        """Patch `Fabric.save`, which opens files itself, so that it does not overwrite the user's files."""
+        original = package.Fabric.save
 
         @functools.wraps(original)
-        def save(saver: Any, path: Any, *args: Any, **options: Any) -> Any:
-            return original(saver, self.to_write(path), *args, **options)
+        def save(fabric: Any, path: Any, *args: Any, **options: Any) -> Any:
+            return original(fabric, self.to_write(path), *args, **options)
 
-        setattr(owner, name, save)
+        package.Fabric.save = save
 
 
 def _changed(thing: Any, change: Callable[[Tensor], Tensor]) -> Any:

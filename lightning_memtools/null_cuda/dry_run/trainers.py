@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -18,24 +17,20 @@ from typing import Any
 from lightning_memtools.batch_size.resized_loaders import known_sizes, worst_first
 from lightning_memtools.null_cuda.dry_run.run_observer import RunObserver
 
+# How long `advise` lets an out-of-memory report try changes; of a processor's time.
+_ADVICE_SECONDS = 120.0
 # Their checkpoints are put together by all ranks, and one rank of a dry run has nobody to talk to.
 _SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
 
 def cut_trainers_when_imported(observer: RunObserver) -> None:
     """Limit Trainers to a few steps, by patching Lightning as soon as the script imports it."""
-
-    def cut(package: str, module: ModuleType) -> None:
-        _cut_trainer(observer, module.Trainer, importlib.import_module(package))
-
-    def guard_fabric(module: ModuleType) -> None:
-        observer.files.guard_save(module.Fabric, "save")
-
+    cut = functools.partial(_cut_trainer, observer)
     functions: dict[str, Callable[[ModuleType], None]] = {
-        "lightning.fabric.fabric": guard_fabric,
-        "lightning_fabric.fabric": guard_fabric,
-        "lightning.pytorch.trainer.trainer": functools.partial(cut, "lightning.pytorch"),
-        "pytorch_lightning.trainer.trainer": functools.partial(cut, "pytorch_lightning"),
+        "lightning.fabric": observer.files.guard_fabric,
+        "lightning_fabric": observer.files.guard_fabric,
+        "lightning.pytorch": cut,
+        "pytorch_lightning": cut,
     }
     sys.meta_path.insert(0, _WhenImported(functions))
 
@@ -62,8 +57,9 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleType) -> None:
+def _cut_trainer(observer: RunObserver, lightning: ModuleType) -> None:
     """Patch the Trainer class so that Trainers run only a few steps and leave the user's files alone."""
+    trainer_class = lightning.Trainer
     create, save = trainer_class.__init__, trainer_class.save_checkpoint
 
     @functools.wraps(create)
@@ -81,23 +77,19 @@ def _cut_trainer(observer: RunObserver, trainer_class: Any, lightning: ModuleTyp
         save(self, observer.files.to_write(filepath), *args, **options)
 
     trainer_class.__init__, trainer_class.save_checkpoint = init, save_checkpoint
-    for name in ("fit", "validate", "test", "predict"):
-        setattr(trainer_class, name, _without_missing_checkpoint(observer, getattr(trainer_class, name)))
+    for name in ("validate", "test", "predict"):
+        setattr(trainer_class, name, _without_checkpoint(observer, getattr(trainer_class, name)))
 
 
-def _without_missing_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Trainer method, such as `test`, to ignore a checkpoint path to which the dry run has saved nothing."""
-    signature, place = inspect.signature(method), Path(observer.spec.directory)
+def _without_checkpoint(observer: RunObserver, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an evaluation of a Trainer to load no checkpoint, which may not exist and whose values change no memory."""
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         given = signature.bind(self, *args, **options).arguments
-        wanted = given.get("ckpt_path")
-        if wanted == "best" or (wanted is None and given.get("model") is None and self.model is not None):
-            wanted = getattr(self.checkpoint_callback, "best_model_path", "")
-        is_of_run = wanted is not None and (not wanted or Path(wanted).is_relative_to(place))
-        if is_of_run and not (wanted and Path(wanted).exists()):
-            observer.note("A checkpoint that this run did not write was not loaded: the model was used as it was.")
+        if given.get("ckpt_path") is not None or given.get("model") is None:
+            observer.note("No checkpoint was loaded for an evaluation: the model was used as it was.")
             given |= {"ckpt_path": None, "model": given.get("model") or self.lightning_module}
         return method(**given)
 
@@ -115,8 +107,8 @@ def _limited(observer: RunObserver, options: dict[str, Any], lightning: ModuleTy
         callbacks.append(OOMReport(directory=str(Path(spec.directory) / "memtools")))
     for one in callbacks:
         if isinstance(one, OOMReport):
-            if spec.checks_seconds is not None:
-                one.checks_seconds = spec.checks_seconds
+            if spec.advise:
+                one.checks_seconds = _ADVICE_SECONDS
             observer.reporting.append(one)
     limited["callbacks"] = [*callbacks, _callback_for(observer, lightning)]
     limited["default_root_dir"] = spec.directory
@@ -143,7 +135,7 @@ def _loggers(given: Any, directory: str, lightning: ModuleType) -> Any:
     """Redirect TensorBoard and CSV loggers to the dry run's folder, and replace all others with dummy loggers."""
     if given is None or isinstance(given, bool):
         return given
-    loggers = lightning.pytorch.loggers if hasattr(lightning, "pytorch") else lightning.loggers
+    loggers = lightning.loggers
 
     def redirected(logger: Any) -> Any:
         for kind in (loggers.TensorBoardLogger, loggers.CSVLogger):
@@ -187,12 +179,11 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             for one in trainer.checkpoint_callbacks:
                 one.dirpath = str(Path(observer.spec.directory) / "checkpoints")
-            observer.begin(trainer.strategy.root_device)
+            observer.begin()
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             from lightning_memtools._lightning import replace_loaders  # noqa: PLC0415, only after the script
 
-            self.has_trained = False
             if observer.spec.steps is not None:
                 replace_loaders(trainer.fit_loop, lambda loader: _with_largest(observer, trainer, loader))
             observer.enter("train")
@@ -212,12 +203,11 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             observer.phase(None)
             observer.see(pl_module, trainer.optimizers, batch)
-            self.has_trained = True
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             # max_epochs stays the user's: a checkpoint may be of a later epoch. The epoch of one that was written
             # within an epoch may be over at once.
-            if observer.spec.steps is not None and self.has_trained:
+            if observer.spec.steps is not None and observer.n_steps:
                 trainer.should_stop = True
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -237,9 +227,6 @@ def _callback_for(observer: RunObserver, lightning: ModuleType) -> Any:
         on_test_end = on_predict_end = on_validation_end
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            observer.end()
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             observer.end()
 
     return DryRunObserver()
