@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_memtools import VirtualDevice
 
-WIDTH, STEPS = 512, 24
+WIDTH, STEPS = 1024, 24
 
 
 class Model(L.LightningModule):
