@@ -115,7 +115,7 @@ class BadStep:
         return f"{what} at step {self.step} ({place}, {f'rank {self.rank}' if self.is_culprit else unknown})."
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return all that is known about the step, as (name, value) rows for the error message and the report."""
+        """Return all that is known about the step, as (name, value) rows of the message and the report, a line each."""
         facts = [
             ("Cause", f"{self.cause}: {self.because}"),
             ("Operation", self.what or self.why_no_operation),
@@ -131,7 +131,7 @@ class BadStep:
             ("Last good checkpoint", _shown(self.checkpoint)),
             ("The step as a file", _shown(self.step_file)),
         ]
-        return [(what, value) for what, value in facts if value]
+        return [(what, " ".join(value.splitlines())) for what, value in facts if value]
 
     def _state(self) -> str:
         text = "the update was not applied; weights, optimizer state and buffers are those before the step"

@@ -149,12 +149,12 @@ def test_a_step_that_fails_when_it_is_run_again_does_not_hide_the_halt(tmp_path,
         def training_step(self, batch, batch_idx):
             type(self).calls += 1
             if type(self).calls > BAD + 1:
-                raise KeyError("only once")
+                raise ValueError("only once\nin two lines")
             return super().training_step(batch, batch_idx)
 
     error, _ = halt(Once(), tmp_path, logger=False)
     assert error.step == BAD
-    assert "KeyError: 'only once'" in str(error)
+    assert "ValueError: only once in two lines" in str(error)
     assert "detect_anomaly" in str(error)
     assert "detect_anomaly" not in str(halt(Everything(), tmp_path, logger=False)[0])
 
