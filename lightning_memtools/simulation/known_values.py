@@ -403,7 +403,7 @@ def _computed(
 def _is_of_ones(call: FollowedCall, made: Sequence[Tensor]) -> bool:
     """Return whether a call's result is assumed to be that of ones.
 
-    Of comparisons, it is that of floats with themselves, with infinity, or with a single result.
+    A comparison counts if it compares floats with themselves or with infinity, or if it has a single result.
     """
     if call.name not in _COMPARISONS:
         return call.name in _OF_ONES

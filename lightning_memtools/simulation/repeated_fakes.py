@@ -101,7 +101,7 @@ class RepeatedFakes:
         return out
 
     def _laid_out(self, func: Any, out: Any) -> Any:
-        """Return `out`, the result of an operator. Make it contiguous if it is elementwise, and images of one pixel.
+        """Return the result `out` of an operator: contiguous if the operator is elementwise and images have one pixel.
 
         Real kernels return such images contiguous (TensorIterator.cpp). If they had channels-last strides, an
         operator that enlarges them would also return a channels-last tensor.

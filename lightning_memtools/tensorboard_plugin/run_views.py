@@ -201,7 +201,7 @@ def _headline(run: LoggedRun, tag: str) -> str | None:
 
 
 def _words_of(text: LoggedText) -> str:
-    """Return the line that sums a report up: a title with a colon, else the first line of no title or table."""
+    """Return the line that sums up a report: its title if that has a colon, else the first line of its text."""
     lines = [line for line in text.text.splitlines() if line.strip("#* ")] or [""]
     if not (lines[0].startswith("# ") and ":" in lines[0]):
         lines.sort(key=lambda line: line.startswith(("#", "|")))

@@ -93,7 +93,7 @@ def _values_followed() -> Iterator[KnownValues]:
 def _drawn_once(  # noqa: PLR0917, torch's own signature
     tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, generator: Any = None
 ) -> Tensor:
-    """Stand in for `trunc_normal_`, which draws until the device says that all values are in range: draw once more."""
+    """Replace `trunc_normal_`: draw values out of range only once more. A null device cannot say when none is."""
     with torch.no_grad():
         outside = (tensor.normal_(mean, std, generator=generator) < a) | (tensor > b)
         again = torch.empty_like(tensor).normal_(mean, std, generator=generator)

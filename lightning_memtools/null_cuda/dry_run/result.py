@@ -117,7 +117,7 @@ class DryRunResult:
         if not any(one.peak_allocated_bytes for one in self.stages):
             return (
                 "There was nothing to measure. Nothing was put on a CUDA device: the script trains on the CPU, does not"
-                " train, or starts others that do, as torchrun does: give the one that trains, with --devices for all."
+                " train, or starts other scripts, as torchrun does. Then give the one that trains, with --devices."
             )
         if not self.assumed:
             return "It fits."
