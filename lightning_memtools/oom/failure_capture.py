@@ -181,7 +181,7 @@ class FailureCapture:
 
     def end_batch(self) -> None:
         """Record the sizes of the batch, and drop the reference to it."""
-        self._ran[self._stage] = self._ran[self._stage].and_this(self.batch)
+        self._ran[self._stage].add(self.batch)
         self.batch = self._batch_idx = self._before = self.batch_began = None
         self.phase = ""
 
@@ -232,7 +232,7 @@ class FailureCapture:
             fraction=fraction,
             split=split,
             grown=self._grown(stats),
-            before=self._ran[self._stage],
+            before=replace(self._ran[self._stage]),
             variables=variables_of_step(self.on_device, {*owned}),
         )
 

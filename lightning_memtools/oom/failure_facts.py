@@ -119,7 +119,7 @@ class MemoryGrowth:
     n_batches: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchesBefore:
     """The sizes of the batches that ran in a stage before the failed batch.
 
@@ -135,16 +135,17 @@ class BatchesBefore:
     n_elements: int = 0
     largest: Any = None
 
-    def and_this(self, batch: Any) -> BatchesBefore:
-        """Return a copy that includes one more batch."""
+    def add(self, batch: Any) -> None:
+        """Include one more batch. It is called in each step, and does next to nothing where all sizes are known."""
         shapes, n_elements = _shapes_of(batch)
-        most = {
-            name: tuple(map(max, shape, self.most[name])) if len(self.most.get(name, ())) == len(shape) else shape
-            for name, shape in shapes.items()
-        }
-        is_largest = n_elements > self.n_elements
-        largest = off_device(batch) if is_largest else self.largest
-        return BatchesBefore(self.n + 1, {**self.most, **most}, max(n_elements, self.n_elements), largest)
+        self.n += 1
+        for name, shape in shapes.items():
+            most = self.most.get(name, ())
+            if shape != most:
+                largest = tuple(map(max, shape, most)) if len(most) == len(shape) else shape
+                self.most = {**self.most, name: largest}  # a new dict: facts of a failure may hold the old one
+        if n_elements > self.n_elements:
+            self.n_elements, self.largest = n_elements, off_device(batch)
 
     def odd(self, batch: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """Return (name, shape, usual shape) of each tensor with a dimension far larger than in earlier batches.

@@ -65,8 +65,8 @@ def training_losses(trainer: Trainer, module: LightningModule, outputs: Any) -> 
     """
     returned = scalars_of(outputs)
     if module.automatic_optimization:
-        # Lightning has divided it.
-        return {"loss": returned["loss"] * trainer.accumulate_grad_batches} if "loss" in returned else {}
+        n = trainer.accumulate_grad_batches  # by which Lightning has divided it
+        return {name: loss if n == 1 else loss * n for name, loss in returned.items() if name == "loss"}
     scalars = values_logged_in_step(trainer) | returned
     return {name: scalars[name] for name in likely_losses(scalars)}
 

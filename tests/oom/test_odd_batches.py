@@ -34,7 +34,7 @@ def images(*heights: int) -> list[Any]:
 def before(*batches: Any) -> BatchesBefore:
     seen = BatchesBefore()
     for batch in batches:
-        seen = seen.and_this(batch)
+        seen.add(batch)
     return seen
 
 
