@@ -142,17 +142,13 @@ def registered_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
-# The pre-forward hook of torch.nn.utils.spectral_norm, and the parametrization of its successor.
-_POWER_ITERATIONS = {"SpectralNorm", "_SpectralNorm"}
-
-
 def iterates_power(module: nn.Module) -> bool:
     """Return whether a module has spectral norm, which updates vectors of its own in each forward pass of training.
 
-    It is found by the class of its hook or parametrization, which is private.
+    It is found by the private class of its hook (torch.nn.utils.spectral_norm) or parametrization (its successor).
     """
     candidates = (module, *module._forward_pre_hooks.values())
-    return any(type(one).__name__ in _POWER_ITERATIONS for one in candidates)
+    return any(type(one).__name__ in {"SpectralNorm", "_SpectralNorm"} for one in candidates)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -340,6 +336,12 @@ def is_in_memory(tensor: Tensor) -> bool:
         return False
     # A class with a dispatch of its own may keep its values anywhere.
     return not tensor.is_nested and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def without_subclass(tensor: Tensor) -> Tensor:
+    """Return a detached view without the class that a user has derived from Tensor: its methods may want attributes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.detach(tensor)
 
 
 def copy_each(to: list[Tensor], from_: list[Tensor]) -> None:
@@ -782,10 +784,5 @@ def uncompiled(module: nn.Module) -> nn.Module:
 FAKE_TENSOR_LOGGER = fake_tensor.__name__
 
 # Operators without a public name among those that autocast computes in float32 (AT_FORALL_FP32).
-INTERPOLATIONS_IN_FLOAT = [
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-]
+INTERPOLATIONS_IN_FLOAT = [f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)]
+INTERPOLATIONS_IN_FLOAT += ["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"]

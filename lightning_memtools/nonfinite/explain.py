@@ -196,21 +196,16 @@ def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[in
 # --- the way back from a bad loss or gradient, through bad values only, to the operation that made the first one
 
 
-ValueOrigin = Literal["batch", "parameter", "buffer", "attribute", "elsewhere"]
-"""The kinds of tensors from which a NaN or Inf can come."""
-
-
 @dataclass(frozen=True, slots=True)
 class PriorTensor:
     """A tensor that existed before the step: its kind, its name, and whether Inf in it may be intended."""
 
-    origin: ValueOrigin  # the kind of tensor
+    origin: Literal["batch", "parameter", "buffer", "attribute", "elsewhere"]  # the kind of tensor
     name: str
     may_be_infinite: bool  # whether infinities in it are intended, as in masks and bounds
 
 
 UNKNOWN = PriorTensor("elsewhere", "a tensor from elsewhere", may_be_infinite=True)
-
 
 Leaves = Mapping[int, PriorTensor]
 """The tensors that existed before a step, by the key of their storage."""

@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_memtools._torch import flattened, has_readable_values, l2_norm_of_each, uncoalesced_parts
+from lightning_memtools._torch import (
+    flattened,
+    has_readable_values,
+    l2_norm_of_each,
+    uncoalesced_parts,
+    without_subclass,
+)
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
@@ -42,6 +48,7 @@ def _stored_floats(tensor: Tensor) -> Tensor | None:
         tensor = tensor.to_local()
     if not has_readable_values(tensor) or tensor.is_quantized:
         return None
+    tensor = tensor if is_plain else without_subclass(tensor)
     if tensor.layout == torch.sparse_coo:
         _, tensor = uncoalesced_parts(tensor)
     elif tensor.layout != torch.strided or tensor.is_nested:

@@ -27,9 +27,11 @@ from lightning_memtools._torch import (
     tree_leaves,
     tree_map_only,
     uncoalesced_parts,
+    without_subclass,
 )
 from lightning_memtools.memory.nested_tensors import plain_name, tensors_in
 from lightning_memtools.memory.user_code import CodeLine, line_on_stack
+from lightning_memtools.memory.virtual.patches import Patches, allow_subclasses
 from lightning_memtools.nonfinite import step_rerun
 from lightning_memtools.nonfinite.finite_checks import floats_of, rows_with
 
@@ -155,6 +157,7 @@ class OperationTrace(DispatchMode):
     def watching(self) -> Iterator[None]:
         """Return a context manager that records operations. Global module hooks tell it which module is running."""
         self._running.clear()
+        allow_subclasses(patches := Patches())
         hooks = [
             register_module_forward_pre_hook(lambda module, _: self._running.append(self._names.get(id(module), ""))),
             # Also when forward fails: else the module would seem to run for ever.
@@ -165,13 +168,15 @@ class OperationTrace(DispatchMode):
             with torch.compiler.set_stance("force_eager"), self:
                 yield
         finally:
+            patches.undo()
             for hook in hooks:
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         backward = in_backward()
         self._note_nodes(func, backward=backward)
-        taken, keys = (args, kwargs or {}), dict[int, int]()
+        # A user's class may have other methods than Tensor.
+        taken, keys = tree_map_only(Tensor, without_subclass, (args, kwargs or {})), dict[int, int]()
         # Tensors that it may overwrite are copied, and known by their keys. The schemas of some normalizations conceal
         # that they write running statistics.
         if operator_schema(func).is_mutable or "batch_norm" in func.name():

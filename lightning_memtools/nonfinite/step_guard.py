@@ -190,7 +190,7 @@ class StepGuard:
         """If the step is to be skipped, remove the gradients, so that no weight changes. Call this after all hooks."""
         if self._to_skip is optimizer:
             self._to_skip = None
-            hide_gradients(optimizer)
+            Optimizer.zero_grad(optimizer)  # to None: every parameter is skipped, and no state created
 
     def drain(self, *, wait: bool = True) -> GuardedStep | None:
         """Wait for the results of all checks that the host has not read yet. Return the first bad step, or None.
@@ -416,13 +416,6 @@ def creates_state(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     if type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups):
         return False
     return not all(map(optimizer.state.__contains__, parameters))
-
-
-def hide_gradients(optimizer: Optimizer) -> None:
-    """Set all gradients to None, so that the next update skips every parameter and creates no state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def mark_settings(optimizer: Optimizer) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_memtools._torch import is_in_memory, write_count_or_none
-from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
+from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
@@ -112,8 +112,8 @@ class StepRerun:
         if device.type != "cpu":
             torch.accelerator.synchronize()  # batches may still be on their way to the host
         for micro in self.micro:
-            if micro.was_moved:
-                micro.batch = map_tensors(micro.batch, lambda tensor: tensor.to(device))
+            if micro.was_moved:  # as Lightning moves it: the sizes of packed sequences stay on the host
+                micro.batch = self.module.transfer_batch_to_device(micro.batch, device, 0)  # type: ignore[operator]
         self.written: tuple[str, ...] = ()
         self._inputs: list[tuple[str, Tensor]] = []  # the tensors of batches that the step itself may have written to
         for micro in self.micro:

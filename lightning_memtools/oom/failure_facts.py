@@ -141,9 +141,8 @@ class BatchesBefore:
         self.n += 1
         for name, shape in shapes.items():
             most = self.most.get(name, ())
-            if shape != most:
-                largest = tuple(map(max, shape, most)) if len(most) == len(shape) else shape
-                self.most = {**self.most, name: largest}  # a new dict: facts of a failure may hold the old one
+            if shape != most:  # a new dict: facts of a failure may hold the old one
+                self.most = {**self.most, name: tuple(map(max, shape, most)) if len(most) == len(shape) else shape}
         if n_elements > self.n_elements:
             self.n_elements, self.largest = n_elements, off_device(batch)
 

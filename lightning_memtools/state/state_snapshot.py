@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_memtools._torch import is_in_memory
+from lightning_memtools._torch import is_in_memory, without_subclass
 from lightning_memtools.memory.nested_tensors import slots_of, tensors_in
 from lightning_memtools.state.random_state import RandomState, generator_state, set_generator_state
 
@@ -216,7 +216,7 @@ def _walked(items: list[Any]) -> list[Any]:
 
 def _without_expansion(tensor: Tensor) -> Tensor:
     """Return a view that can be written in place, even of an expanded tensor: expanded dimensions get size 1."""
-    part = tensor.detach()
+    part = without_subclass(tensor)
     for dim, stride in enumerate(part.stride()):
         if stride == 0 and part.shape[dim] > 1:
             part = part.narrow(dim, 0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import OrderedDict
 from typing import Any
@@ -146,3 +147,43 @@ def test_parameters_without_gradients_far_apart_are_named_one_by_one():
         checks="missing_gradients",
     )
     assert "model.a.1.weight" in report.findings[0].place
+
+
+class Labelled(torch.Tensor):
+    """As PINA's: a new one is made of any tensor, and its own methods want the labels that a view does not have."""
+
+    @staticmethod
+    def __new__(cls, x, labels):
+        return super().__new__(cls, x)
+
+    def __init__(self, x, labels):
+        self.labels = labels
+
+    def to(self, *args, **kwargs):
+        return Labelled(super().to(*args, **kwargs), self.labels)
+
+    def clone(self, *args, **kwargs):
+        return Labelled(super().clone(*args, **kwargs), self.labels)
+
+
+def test_a_users_own_class_of_tensors_can_be_traced_to_a_nan_and_lies_on_a_virtual_device():
+    def loss(net, batch):
+        out = Labelled(net(batch), ["u"])
+        doubled = (out.clone() + out).as_subclass(torch.Tensor)
+        return torch.log(doubled - doubled).mean() if bad else doubled.square().mean()
+
+    batches, bad = [Labelled(torch.randn(8, 4), ["a", "b"]) for _ in range(6)], True
+    data = DataLoader(batches, batch_size=None)
+    with pytest.raises(NonFiniteError) as caught:
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(Net(nn.Linear(4, 1), loss), data)
+    assert caught.value.explanation is not None, str(caught.value)
+    assert caught.value.explanation.operation == "aten.log"
+    bad, weights = False, []
+    for device in (VirtualDevice("1GiB"), contextlib.nullcontext()):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        with device:
+            L.Trainer(**QUIET).fit(Net(net, loss), data)
+        weights.append(net.weight.detach().clone())
+    assert torch.equal(*weights)
+    assert "__new__" not in vars(torch.Tensor)

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_memtools import default_callbacks
 from lightning_memtools.nonfinite.guarded_step import MicroBatch
 from lightning_memtools.nonfinite.step_guard import StepGuard
+from lightning_memtools.nonfinite.step_rerun import StepConditions, StepRerun
 from lightning_memtools.state.random_state import RandomState
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import Small, good_data
@@ -146,6 +147,7 @@ def test_how_often_the_host_waits_in_eighty_steps(fused, precision, bare, with_o
 @pytest.mark.cuda_memory
 def test_what_a_replay_needs_is_noted_without_waiting():
     batch = {"x": torch.randn(8, 6, device="cuda"), "mask": torch.ones(1, 6, device="cuda").expand(8, 6)}
+    batch["words"] = nn.utils.rnn.pack_sequence([torch.randn(n, 6) for n in (5, 3)]).cuda()
     torch.empty(1000, pin_memory=True)  # the first pinned memory waits
     with nothing_may_wait():
         micro = MicroBatch(0, batch, RandomState.now())
@@ -153,4 +155,7 @@ def test_what_a_replay_needs_is_noted_without_waiting():
     torch.cuda.synchronize()
     assert micro.was_moved
     assert torch.equal(micro.batch["x"], batch["x"].cpu())
-    assert micro.batch["x"].device.type == "cpu"
+    assert micro.batch["x"].device.type == micro.batch["words"].data.device.type == "cpu"
+    StepRerun(Small().cuda(), [micro], StepConditions())
+    assert (micro.batch["x"].is_cuda, micro.batch["words"].data.is_cuda) == (True, True)
+    assert not micro.batch["words"].batch_sizes.is_cuda

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from lightning_memtools._torch import (
     FOREACH_TENSOR_TYPES,
     FakeTensor,
     is_compiler_loaded,
+    without_torch_function,
 )
+from lightning_memtools.memory.first_time import FirstTime
 from lightning_memtools.warning_categories import DegradedWarning
 
 _ABSENT = object()
@@ -81,6 +84,21 @@ def behave_like_cuda(patches: Patches) -> None:
         patches.replace(owner, name, lambda original: [*original, FakeTensor])
 
 
+def allow_subclasses(patches: Patches) -> None:
+    """Patch `Tensor.__new__(cls, tensor)`, by which subclasses are made: under a dispatch mode torch refuses to."""
+
+    def make(original: Any) -> Any:
+        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if patches.undone or cls is torch.Tensor or kwargs or [*map(torch.is_tensor, args)] != [True]:
+                return original(cls, *args, **kwargs)
+            with without_torch_function():
+                return args[0].as_subclass(cls)
+
+        return new
+
+    patches.replace(torch.Tensor, "__new__", make)
+
+
 class EagerCompilation:
     """Makes compiled code run eagerly, and restores the compiler's settings afterwards.
 
@@ -89,8 +107,8 @@ class EagerCompilation:
     """
 
     def __init__(self) -> None:
-        self._stance: Any = None
-        self._said = False
+        self._stances = ExitStack()
+        self._is_first = FirstTime()
 
     def begin(self, patches: Patches) -> None:
         """Switch compilation off: now if the compiler is loaded, otherwise at the first call of `torch.compile`."""
@@ -110,23 +128,17 @@ class EagerCompilation:
 
     def say(self) -> None:
         """Warn, at the first call only, that compiled code runs eagerly."""
-        if self._said:
-            return
-        self._said = True
-        warnings.warn(
-            "torch.compile has no effect inside a VirtualDevice: compiled code runs eagerly there, and its memory is "
-            "that of the eager run.",
-            DegradedWarning,
-            stacklevel=3,
-        )
+        if self._is_first():
+            warnings.warn(
+                "torch.compile has no effect inside a VirtualDevice: compiled code runs eagerly there, and its memory "
+                "is that of the eager run.",
+                DegradedWarning,
+                stacklevel=3,
+            )
 
     def end(self) -> None:
         """Restore the compiler's settings from before `begin`."""
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        self._stances.close()
 
     def _force_eager(self) -> None:
-        if self._stance is None:
-            # This takes effect at once; leaving it as a context manager restores the stance of before.
-            self._stance = torch.compiler.set_stance("force_eager")
+        self._stances.enter_context(torch.compiler.set_stance("force_eager"))

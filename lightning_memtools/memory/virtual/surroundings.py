@@ -22,8 +22,7 @@ from lightning_memtools.memory.virtual.accounting_mode import AccountingMode, Fi
 from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.loaders import watch_loaders
 from lightning_memtools.memory.virtual.module_scopes import OPTIMIZER, OUTSIDE, ModuleScopes
-from lightning_memtools.memory.virtual.operators import OperatorKind
-from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, behave_like_cuda
+from lightning_memtools.memory.virtual.patches import EagerCompilation, Patches, allow_subclasses, behave_like_cuda
 
 
 def watch_modules(patches: Patches, find: FindMode, say_eager: Callable[[], None]) -> None:
@@ -116,7 +115,7 @@ def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Cal
 
 
 def watch_storages(patches: Patches, find: FindMode) -> None:
-    """Patch torch to count storages that no operator makes, such as those from `frombuffer`. `find` gives the mode."""
+    """Patch torch to count what `resize_` of a storage adds, and not what copies of storages need meanwhile."""
 
     def make_resize(original: Any) -> Any:
         def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -140,21 +139,8 @@ def watch_storages(patches: Patches, find: FindMode) -> None:
 
         return copy_
 
-    def make_constructor(original: Any) -> Any:
-        def construct(*args: Any, **kwargs: Any) -> Any:
-            out = original(*args, **kwargs)
-            mode = find()
-            if mode is not None:
-                mode.account(OperatorKind.LIFTED, out, (), {})
-            return out
-
-        return construct
-
     patches.replace(torch.UntypedStorage, "resize_", make_resize)
     patches.replace(torch.UntypedStorage, "copy_", make_copy)
-    patches.replace(torch, "frombuffer", make_constructor)
-    patches.replace(torch, "from_dlpack", make_constructor)
-    patches.replace(torch.utils.dlpack, "from_dlpack", make_constructor)
 
 
 def watch_threads(patches: Patches, find: FindMode, run_counted: Callable[[Callable[[], None]], None]) -> None:
@@ -216,6 +202,7 @@ class DeviceHooks:
         watch_storages(patches, find)
         watch_threads(patches, find, self._run_counted)
         watch_loaders(patches, find)
+        allow_subclasses(patches)
         self._compilation.begin(patches)
         if self._cuda_like:
             behave_like_cuda(patches)

@@ -60,8 +60,6 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "as_tensor of an array": lambda: torch.as_tensor(np.ones(1000, dtype=np.float32)),
     "as_tensor of a list": lambda: torch.as_tensor([1.0] * 1000),
     "asarray": lambda: torch.asarray(np.ones(1000, dtype=np.float32)),
-    "frombuffer": lambda: torch.frombuffer(bytearray(4000), dtype=torch.float32),
-    "from_dlpack": lambda: torch.utils.dlpack.from_dlpack(np.ones(1000, dtype=np.float32)),
     "load": lambda: torch.load(saved_before),
     "unpickle": lambda: pickle.loads(pickled_before),  # noqa: S301, our own bytes
     "deepcopy": lambda: copy.deepcopy(host_before),
