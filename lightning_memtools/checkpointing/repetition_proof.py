@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import FakeTensor, has_readable_values, tree_flatten, tree_unflatten
+from lightning_memtools._torch import FakeTensor, has_readable_values, tree_flatten, tree_unflatten, without_subclass
 from lightning_memtools.checkpointing.exact_recomputation import (
     Stream,
     statistics_untouched,
@@ -162,9 +162,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
     with torch.no_grad():
         try:
-            if tensor.is_quantized:  # to read such a tensor under another type ends the process
-                tensor = tensor.int_repr()
-            values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
+            # To read a quantized tensor under another type ends the process.
+            tensor = without_subclass(tensor.int_repr() if tensor.is_quantized else tensor)
+            values = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
             octets = values.view(torch.uint8)
             if octets.storage_offset() % 8:  # such a view cannot be read as 8-byte numbers
                 octets = octets.clone()

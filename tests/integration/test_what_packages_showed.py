@@ -1,4 +1,4 @@
-"""Faults that models of public packages showed (transformers, diffusers, torchmd-net), without the package."""
+"""Faults that models of public packages showed (transformers, diffusers, torchmd-net, PINA, MONAI), without the package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
+from lightning_memtools.checkpointing.repetition_proof import fingerprint
 from lightning_memtools.memory.nested_tensors import named_tensors
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
@@ -165,6 +166,9 @@ class Labelled(torch.Tensor):
     def clone(self, *args, **kwargs):
         return Labelled(super().clone(*args, **kwargs), self.labels)
 
+    def flatten(self, *_, **__):
+        raise ValueError("MONAI's refuse to be sliced where their labels differ")
+
 
 def test_a_users_own_class_of_tensors_can_be_traced_to_a_nan_and_lies_on_a_virtual_device():
     def loss(net, batch):
@@ -187,3 +191,6 @@ def test_a_users_own_class_of_tensors_can_be_traced_to_a_nan_and_lies_on_a_virtu
         weights.append(net.weight.detach().clone())
     assert torch.equal(*weights)
     assert "__new__" not in vars(torch.Tensor)
+    plain = batches[0].as_subclass(torch.Tensor)
+    assert torch.equal(fingerprint(batches[0]), fingerprint(plain))  # by which GradientCheckpointing compares
+    assert not torch.equal(fingerprint(batches[0]), fingerprint(plain + 1))
