@@ -1,4 +1,4 @@
-"""Faults that models of public packages showed (transformers, diffusers, torchmd-net, PINA, MONAI), without the package."""
+"""Faults that models of public packages showed (transformers, diffusers, PINA, MONAI), without the package."""
 
 from __future__ import annotations
 
