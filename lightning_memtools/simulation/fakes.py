@@ -148,7 +148,9 @@ def copy_optimizer(optimizer: Optimizer, exchange: MakeTensor, *, with_state: bo
         with_state: True to copy the state too; False for a copy without state.
     """
     new: Optimizer = object.__new__(type(optimizer))
-    vars(new).update(vars(optimizer))
+    for name, value in vars(optimizer).items():
+        is_wrapped = isinstance(value, Optimizer)  # opacus and others pass on what they are given to another optimizer
+        vars(new)[name] = copy_optimizer(value, exchange, with_state=with_state) if is_wrapped else value
     vars(new).pop("step", None)  # a learning rate scheduler wraps it on the instance: it would step the original
     new.param_groups = [{**group, "params": list(map(exchange, group["params"]))} for group in optimizer.param_groups]
     new.state = defaultdict(dict)

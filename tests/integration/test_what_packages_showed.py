@@ -150,6 +150,34 @@ def test_parameters_without_gradients_far_apart_are_named_one_by_one():
     assert "model.a.1.weight" in report.findings[0].place
 
 
+class Wrapping(torch.optim.Optimizer):
+    """As the optimizers of opacus, and many others: it steps another, whose groups are its own."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+        own = {"param_groups", "state"}
+        vars(self).update({name: value for name, value in vars(self.inner).items() if name not in own})
+
+    param_groups = property(
+        lambda self: self.inner.param_groups, lambda self, groups: setattr(self.inner, "param_groups", groups)
+    )
+    state = property(lambda self: self.inner.state, lambda self, state: setattr(self.inner, "state", state))
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_wraps_another_is_left_alone_by_an_estimate():
+    net = nn.Linear(4, 4)
+    optimizer = Wrapping(net.parameters())
+    net(torch.ones(2, 4)).sum().backward()
+    before, groups = net.weight.detach().clone(), optimizer.inner.param_groups
+    estimate_memory(net, torch.ones(2, 4), step=lambda model, x: model(x).sum(), optimizer=optimizer)
+    assert optimizer.inner.param_groups is groups
+    assert groups[0]["params"][0] is net.weight
+    assert torch.equal(before, net.weight)
+
+
 class Labelled(torch.Tensor):
     """As PINA's: a new one is made of any tensor, and its own methods want the labels that a view does not have."""
 
