@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -152,35 +151,3 @@ def test_a_sum_that_each_short_epoch_resets_is_found(epoch):
 
     finding = only(found(Sums(), rows(32, 1), step, steps=20), "retained_graphs")
     assert (finding.severity, finding.place) == ("error", "Sums.total_loss")
-
-
-@pytest.mark.filterwarnings("ignore:.*target size")
-@pytest.mark.parametrize(
-    ("loss", "place"),
-    [
-        (nn.L1Loss(), "Sub at tests/doctor/test_checks.py:"),
-        (nn.SmoothL1Loss(), "SmoothL1Loss at tests/doctor/test_checks.py:"),
-        (lambda p, y: F.mse_loss(p[:, 0], y[:, None]), "MseLoss at tests/doctor/test_checks.py:"),
-        (lambda p, y: ((y[:, None].squeeze().float() - p) ** 2).mean(), "Sub at tests/doctor/test_checks.py:"),
-    ],
-    ids=["l1_of_a_module", "smooth_l1", "flat_against_column", "squeezed"],
-)
-def test_a_loss_that_broadcasts_is_found_with_its_line(loss, place):
-    finding = only(found(network(), rows(flat=True), lambda m, b: loss(m(b[0]), b[1])), "loss_broadcast")
-    assert finding.place.startswith(place)
-    assert "broadcasts to (8, 8)" in finding.evidence
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda p, y: ((p - y) ** 2).sum() / 2,
-        lambda p, y: -((p - y) ** 2).sum() * 0.5,
-        lambda p, y: 1.0 + p.mean() + F.binary_cross_entropy_with_logits(p, y.sigmoid(), reduction="sum"),
-        lambda p, y: ((p - y) ** 2).mean(1).sum(),
-        lambda p, y: F.cross_entropy(torch.cat([p, -p], 1), (y[:, 0] > 0).long(), reduction="sum"),
-    ],
-)
-def test_a_sum_over_the_batch_is_found(loss):
-    finding = only(found(network(), rows(), lambda m, b: loss(m(b[0]), b[1]), steps=1), "loss_sum")
-    assert "over 8 samples" in finding.evidence
