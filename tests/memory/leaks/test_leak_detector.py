@@ -97,3 +97,35 @@ def test_the_detector_keeps_nothing_alive(device):
     watched = [weakref.ref(tensor) for tensor in model.kept]
     model.kept.clear()
     assert [reference() for reference in watched] == [None, None, None]
+
+
+class Hoarder(Model):
+    """Keeps one tensor in each epoch, in ways in which the tensor itself is in no container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(8))
+
+    def closures(self):
+        kept = new()
+        self.kept.append(lambda: 2 * kept)
+
+    def generators(self):
+        def numbers():
+            kept = new()
+            yield 1
+            yield kept
+
+        began = numbers()
+        next(began)
+        self.kept.append(began)
+
+
+@pytest.mark.parametrize("way", ["closures", "generators"])
+def test_what_holds_the_holders_is_named(device, way):
+    model = Hoarder()
+    ((after, report),) = epochs(device, model, *[getattr(model, way)] * 4)
+    assert after == 3
+    (finding,) = report.findings
+    assert finding.holder.container_path == "Hoarder.kept"
+    assert finding.tensors == {((128,), "float32"): 3}
