@@ -46,6 +46,18 @@ def test_a_view_counts_with_all_of_its_storage():
     assert holding_in_words(one).startswith("`Model.kept`, a list of 3 tensors, 12.0 MiB")
 
 
+def test_what_a_graph_has_saved_counts_with_the_tensor_that_carries_it():
+    with VirtualDevice() as device:
+        model = Model()
+        weight = nn.Parameter(torch.ones(MIB // 4))
+        model.weight = weight
+        model.kept = [(weight * 2).exp().sum() for _ in range(2)]  # each saves the 1 MiB of its exponential
+        one = only(held_by(model, device))
+    assert one.with_graph == 2
+    assert 2 * MIB <= one.n_bytes < 3 * MIB
+    assert "with autograd graphs" in holding_in_words(one)
+
+
 def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
     with VirtualDevice() as device:
         model = Model()
