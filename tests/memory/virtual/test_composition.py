@@ -54,3 +54,16 @@ def test_mlp_is_charged_to_its_modules() -> None:
             "(outside)": {"input": blocks(BATCH * 300)},
         }
         del out
+
+
+def test_inputs_are_known_by_being_passed_in_any_way() -> None:
+    class Keywords(nn.Module):
+        def forward(self, x: torch.Tensor, *, batch: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            return x + batch["more"][0]
+
+    with VirtualDevice() as device:
+        x, more, other = torch.ones(1000), torch.ones(1000), torch.ones(1000)
+        Keywords()(x, batch={"more": [more]})
+        found = device.composition().by_category
+        assert (found["input"], found["other"]) == (2 * 4096, 4096)
+        del x, more, other
