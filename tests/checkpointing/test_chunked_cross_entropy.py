@@ -101,17 +101,6 @@ def test_only_the_gradients_that_are_needed_are_computed(chosen):
         torch.testing.assert_close(mine, other)
 
 
-def test_under_autocast_the_layer_computes_in_bfloat16_and_the_loss_in_float32():
-    *given, target = inputs(torch.float32)
-    loss = of("mean", target, torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mine, other = loss(*given), plain(loss, *given)
-    assert mine.dtype == other.dtype
-    torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
-    for one, two in zip(torch.autograd.grad(mine, given), torch.autograd.grad(other, given), strict=True):
-        assert (one - two).norm() < 0.01 * two.norm()
-
-
 def test_a_second_backward_gives_the_same_gradients():
     *given, target = inputs()
     out = of("mean", target)(*given)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -151,3 +152,18 @@ def test_a_sum_that_each_short_epoch_resets_is_found(epoch):
 
     finding = only(found(Sums(), rows(32, 1), step, steps=20), "retained_graphs")
     assert (finding.severity, finding.place) == ("error", "Sums.total_loss")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, y: ((p - y) ** 2).sum() / 2,
+        lambda p, y: -((p - y) ** 2).sum() * 0.5,
+        lambda p, y: 1.0 + p.mean() + F.binary_cross_entropy_with_logits(p, y.sigmoid(), reduction="sum"),
+        lambda p, y: ((p - y) ** 2).mean(1).sum(),
+        lambda p, y: F.cross_entropy(torch.cat([p, -p], 1), (y[:, 0] > 0).long(), reduction="sum"),
+    ],
+)
+def test_a_sum_over_the_batch_is_found(loss):
+    finding = only(found(network(), rows(), lambda m, b: loss(m(b[0]), b[1]), steps=1), "loss_sum")
+    assert "over 8 samples" in finding.evidence
