@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossEntropy, chunk_rows
-from lightning_memtools.memory.virtual import VirtualDevice
 
 ROWS, WIDTH, CLASSES = 700, 16, 1100  # two chunks and a part of one
 WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -130,22 +129,3 @@ def test_where_no_row_counts_loss_and_gradients_are_those_of_torch(reduction, ro
     nothing = replace(of("mean", target), target=torch.full((rows,), -100), reduction=reduction)
     for mine, other in zip(results(nothing, given), results(partial(plain, nothing), given), strict=True):
         torch.testing.assert_close(mine, other, equal_nan=True)
-
-
-def test_logits_of_a_chunk_are_there_twice():
-    width, classes, rows = 64, 20000, 2048
-    peaks = {}
-    for chunked in (True, False):
-        with VirtualDevice() as device:
-            source, weight = (
-                torch.randn(rows, width, requires_grad=True),
-                torch.randn(classes, width, requires_grad=True),
-            )
-            loss = ChunkedCrossEntropy(torch.zeros(rows, dtype=torch.long), (), torch.float32)
-            before = device.stats().allocated
-            device.reset_peaks()
-            (loss if chunked else loss.at_once)(source, weight, None).backward()
-            peaks[chunked] = device.stats().peak_allocated - before
-    assert peaks[False] >= 3 * rows * classes * 4
-    of_gradients = (rows + classes) * width * 4
-    assert peaks[True] < of_gradients + 2.2 * chunk_rows(width) * classes * 4
