@@ -120,31 +120,6 @@ class HandsOnViews(nn.Module):
         return x
 
 
-class CalledByName(nn.Module):
-    """Blocks that are called by name: with a mask in a dictionary, positions, and a cache that is None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_Named() for _ in range(4)])
-
-    def forward(self, x):
-        where = {"mask": (x > 0).float(), "positions": torch.arange(x.shape[-1]) / x.shape[-1]}
-        for block in self.blocks:
-            x = block(hidden=x, where=where, cache=None)
-        return x
-
-
-class _Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.grow, self.shrink = nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, *, hidden, where, cache):
-        assert cache is None
-        inner = nn.functional.dropout(torch.tanh(self.grow(hidden + where["positions"])), 0.1)
-        return hidden + self.shrink(inner) * where["mask"]
-
-
 class SharesAList(nn.Module):
     """Blocks that replace an element of the list that they are given, as HRNet's do; the code around them reads it."""
 
@@ -175,10 +150,9 @@ class _Replaces(nn.Module):
         (SharesAList, (64, 32), 0.81),
         (UNet, (4, 3, 32, 32), 0.69),
         (HandsOnViews, (64, 32), 0.71),
-        (CalledByName, (64, 32), 0.59),
     ],
 )
-def test_own_forwards_with_skips_shared_storages_lists_and_arguments_by_name(make, shape, share):
+def test_own_forwards_with_skips_shared_storages_and_lists(make, shape, share):
     model = same_seed(make)
     plan = plan_checkpoints(model, torch.empty(shape), bn_dropout="recompute")
     assert plan.refused is None
