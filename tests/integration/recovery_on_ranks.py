@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks
+from lightning_memtools import OOMRecovery, OOMReport, default_callbacks
 from lightning_memtools._torch import pretended_ranks
 from tests.integration.halt_on_ranks import digest
 from tests.lightning_models import trainer
@@ -178,30 +178,6 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     }
 
 
-def run_on_devices(folder: Path, rank: int) -> dict[str, Any]:
-    """Rank 1 has long batches, and a device on which they do not fit."""
-
-    def data() -> list[Tensor]:
-        sizes = (8, 8, 8, 3000, 8, 3000) if rank else (8,) * 6
-        return [torch.randn(size, WIDTH) for size in sizes]
-
-    torch.manual_seed(5 + rank)
-    mine = data()
-    healthy, model, recovery = Net({}), Net({}), OOMRecovery(loss="mean")
-    fit(folder, healthy, mine)
-    with VirtualDevice("64MiB"):
-        done = fit(folder, model, mine, recovery)
-    return {
-        "scenario": "devices",
-        "digest": digest(model),
-        "error": compared(model, healthy),
-        "moved": compared(model, Net({})),
-        "count": float(model.count),
-        "seen": model.seen,
-        "global_step": done.global_step,
-    }
-
-
 def run_on_a_pretended_rank(folder: Path) -> None:
     """Rank 1 of a dry run, whose other ranks are pretended, runs out of memory and goes on."""
     os.environ |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -225,7 +201,7 @@ def main() -> None:
         return
     seen, rank = [], int(os.environ["LOCAL_RANK"])
     for name in sys.argv[2:]:
-        seen.append(run_on_devices(folder, rank) if name == "devices" else run(name, folder, rank))
+        seen.append(run(name, folder, rank))
         (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 

@@ -13,7 +13,7 @@ from tests.integration.recovery_on_ranks import REASONS, SAMPLES, SCENARIOS
 from tests.two_processes import run_ranks, run_script, seen_by_ranks
 
 Seen = dict[str, list[dict[str, Any]]]
-LASTING = [*(name for name in SCENARIOS if name not in REASONS), "devices"]
+LASTING = [name for name in SCENARIOS if name not in REASONS]
 
 
 @pytest.fixture(scope="module")
