@@ -81,7 +81,7 @@ BUDGETS = {
     "_torch.py": 791,
     REST: 141,
     "the library": 34622,
-    "tests": 29038,
+    "tests": 29030,
     "benchmarks": 3997,
     "benchmarks' JSON": 1469,
     "words in docs": 27302,
