@@ -76,21 +76,6 @@ def chromium() -> Iterator[webdriver.Chrome]:
         window.quit()
 
 
-def seen(window: webdriver.Chrome) -> str:
-    """All text of the page, inside shadow roots too, a line per element that has any."""
-    script = """
-    const lines = [];
-    (function walk(node) {
-        if (node.nodeType === Node.TEXT_NODE && node.textContent.trim()) lines.push(node.textContent.trim());
-        if (['SCRIPT', 'STYLE', 'TEMPLATE'].includes(node.tagName)) return;
-        if (node.shadowRoot) walk(node.shadowRoot);
-        for (const child of node.childNodes) walk(child);
-    })(document.body);
-    return lines.join('\\n');
-    """
-    return str(window.execute_script(script))
-
-
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     """Whether the condition came true in time."""
     deadline = time.monotonic() + timeout_s

@@ -40,7 +40,7 @@ hypothesis.settings.load_profile("untimed")
 # The files that take longest begin first, so that no process works on one of them alone at the end.
 LONGEST = (
     *("test_tutorial.py", "test_faults.py", "test_planning.py", "test_gradient_checkpointing.py", "test_docs.py"),
-    *("test_memory_tab_in_browser.py", "test_recovery_on_shards.py", "test_two_ranks.py"),
+    *("test_memory_tab_in_browser.py", "test_two_ranks.py"),
     *("test_batch_size_tuner.py", "test_recovery_on_ranks.py", "test_step_file.py", "test_exact_recomputation.py"),
     *("test_site.py", "test_host_memory.py", "test_oom_report.py", "test_either_lightning.py"),
     *("test_empty_cache_ledger.py", "test_user_models.py", "test_gallery.py", "test_pytest_plugin.py"),

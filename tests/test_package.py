@@ -82,24 +82,16 @@ def test_the_checker_sees_every_kind_of_import(tmp_path):
 @pytest.mark.parametrize(
     ("code", "names"),
     [
-        ("trainer._results", ["_results"]),
-        ("torch._C._current_graph_task_id()", ["_C", "_current_graph_task_id"]),
-        ("from torch.utils._pytree import tree_map", ["_pytree"]),
-        ("import torch._dynamo", ["_dynamo"]),
-        ("getattr(storage, '_cdata')", ["_cdata"]),
-        ("patch('torch._C._x')", ["_C", "_x"]),
-        ("from lightning_memtools.memory.virtual._hidden import x", ["_hidden"]),
-        ("from lightning_memtools._torch import x\nfrom lightning_memtools import _lightning", []),
-        ("class A:\n    def f(self): self._mine = 1\ndef g(a): return a._mine", []),
-        ("torch.ops.aten._softmax.default; x = 'aten._softmax'", []),
-        ("tag + '_min'; tag.endswith('_gib'); f'{tag}_max'", []),
-        ("pair._replace(a=1); x.__dict__; import _thread", []),
+        ("from torch.utils._pytree import tree_map", ["_pytree", "_pytree"]),
+        ("from lightning_memtools.memory import _hidden", ["_hidden"]),
+        ("getattr(storage, '_cdata', None)", ["_cdata"]),
+        ("from lightning_memtools._torch import x; import _thread; x.__dict__; hasattr(x, '_fields')", []),
     ],
 )
-def test_the_checker_sees_every_use_of_a_private_name(code, names, tmp_path):
+def test_the_checker_sees_what_ruff_does_not_see_of_private_names(code, names, tmp_path):
     file = tmp_path / "x.py"
     file.write_text(code)
-    assert sorted(name for _, name in private_names_of(file)) == names
+    assert list(private_names_of(file)) == names
 
 
 def test_every_category_of_warnings_is_ours_and_a_user_warning():

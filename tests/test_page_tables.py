@@ -12,8 +12,3 @@ def test_no_page_is_stale(monkeypatch):
     stale = [path.name for path, text in pages.items() if path.read_text("utf-8") != text]
     assert stale == [], "run: python benchmarks/page_tables.py"
     assert {"measurements.md", "gpu-names.md"} <= {path.name for path in pages}
-
-
-def test_the_summaries_stay_small():
-    lines = [len(path.read_text("utf-8").splitlines()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
-    assert sum(lines) <= 1500

@@ -7,8 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,6 @@ def run_script(script: Path, *arguments: object, timeout_s: float = 120) -> subp
     )
     assert result.returncode == 0, f"{script.name} ended with {result.returncode}:\n{result.stdout}\n{result.stderr}"
     return result
-
-
-@contextmanager
-def started_script(script: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Start a Python script of the tests, with errors in its `stdout`; it does not outlive the block."""
-    process = subprocess.Popen(
-        [sys.executable, str(script), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=_environment(),
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def run_ranks(script: Path, *arguments: object, timeout_s: float) -> list[subprocess.CompletedProcess[str]]:

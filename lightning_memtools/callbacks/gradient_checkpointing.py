@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_memtools._lightning import EitherCallback, is_compiled_by_lightning, training_step
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
@@ -128,8 +127,6 @@ class GradientCheckpointing(EitherCallback, Neighbour):
         if not self._is_planned:
             self._is_planned = True
             self._plan_and_apply(trainer, pl_module, batch, batch_idx)
-            if trainer.received_sigterm:  # Lightning itself would look after the batch
-                raise SIGTERMException
         # A late step, which ends an accumulation, is the one whose peak is measured.
         ends = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         is_late = ends and not self._was_measured and self._steps + 1 >= _FIRST_MEASURED

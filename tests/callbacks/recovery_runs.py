@@ -93,11 +93,6 @@ def close(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6, msg=name)
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether their parameters are the same bits."""
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
 class FailsOnce(TorchDispatchMode):
     """Memory runs out at one operator of one batch, counted from its forward pass on among those of a name."""
 

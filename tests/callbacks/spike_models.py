@@ -40,7 +40,7 @@ def as_loader(made: list[Any]) -> DataLoader[Any]:
 
 
 class Spiking(L.LightningModule):
-    """A network with BatchNorm and Dropout, trained by Adam or SGD; `kind` says what goes wrong at batch AT."""
+    """A network with BatchNorm and Dropout, trained by Adam; `kind` says what goes wrong at batch AT."""
 
     def __init__(self, kind: str = "", *, optimizer: str = "adam", lr: float = 0.01, level: float = 0.0) -> None:
         super().__init__()
@@ -67,7 +67,6 @@ class Spiking(L.LightningModule):
         made: dict[str, Callable[[], torch.optim.Optimizer]] = {
             "adam": lambda: torch.optim.Adam(self.parameters(), self.lr),
             "fused": lambda: torch.optim.Adam(self.parameters(), self.lr, fused=True),
-            "sgd": lambda: torch.optim.SGD(self.parameters(), self.lr, momentum=0.9),
         }
         optimizer = made[self.optimizer]()
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, gamma=0.9)

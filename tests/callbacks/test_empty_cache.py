@@ -12,6 +12,7 @@ from torch import nn
 from lightning_memtools import VirtualDevice
 from lightning_memtools.callbacks.empty_cache import EmptyCache
 from lightning_memtools.memory.sizes import MIB
+from tests.callbacks import memory_models
 from tests.lightning_models import Regression, loader, trainer
 from tests.list_logger import ListLogger
 
@@ -22,14 +23,13 @@ def quiet(root: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     return trainer(root, *callbacks, **({"logger": ListLogger()} | options))
 
 
-class Wide(Regression):
+class Wide(memory_models.Wide):
     """512 bytes of weights, in a small segment of 2 MiB; takes what it is told to in each step."""
 
     def __init__(self, **mib: list[list[int]]) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 1, bias=False))
         self.mib = mib
-        self.n_steps = dict.fromkeys(("train", "val", "test", "predict"), 0)
 
     def take(self, stage):
         """Holds all sizes of the step at once, as a forward pass holds its activations."""
@@ -46,16 +46,6 @@ class Wide(Regression):
 
     def validation_step(self, batch, batch_idx):
         self.take("val")
-
-    def test_step(self, batch, batch_idx):
-        self.take("test")
-
-    def predict_step(self, batch, batch_idx):
-        self.take("predict")
-        return batch[0]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Reserved(L.Callback):

@@ -103,35 +103,30 @@ class KeepsBatches(Adversaries):
 
 # Each with what its warning says, the holder first. Two batches in each of three epochs, and two of the sanity check;
 # the closure sees training and validation, and what training made has graphs.
-LEAKS = [
-    (
-        KeepsValidationOutputs,
-        (
-            "KeepsValidationOutputs.kept (a list of 8; one is KeepsValidationOutputs.kept[ | tensors (8 of "
-            "shape (8, 1) float32 | 8 of shape () float32 | 8.00 KiB, without autograd graphs | Clear Keeps"
-        ),
-    ),
-    (
-        HasAMetricThatKeepsItsGraph,
-        (
-            "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12; | tensors (12 of shape (8, 1) float32), 6.00 KiB"
-            " | 12 of them with an autograd graph | Reset the metric | `.detach().cpu()`"
-        ),
-    ),
-    (
-        CatchesTensorsInAClosure,
-        (
-            "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | tensors (20 of shape (8, 1) "
-            "float32 | 10.0 KiB | 12 of them with an autograd graph | handle.remove()"
-        ),
-    ),
-]
-
-
 @pytest.mark.parametrize(
     ("model", "facts"),
     [
-        *LEAKS,
+        (
+            KeepsValidationOutputs,
+            (
+                "KeepsValidationOutputs.kept (a list of 8; one is KeepsValidationOutputs.kept[ | tensors (8 of "
+                "shape (8, 1) float32 | 8 of shape () float32 | 8.00 KiB, without autograd graphs | Clear Keeps"
+            ),
+        ),
+        (
+            HasAMetricThatKeepsItsGraph,
+            (
+                "HasAMetricThatKeepsItsGraph.metric.preds (a list of 12; | tensors (12 of shape (8, 1) float32), "
+                "6.00 KiB | 12 of them with an autograd graph | Reset the metric | `.detach().cpu()`"
+            ),
+        ),
+        (
+            CatchesTensorsInAClosure,
+            (
+                "seen in the closure of recorder.<locals>.hook (test_empty_cache_ledger.py: | tensors (20 of shape "
+                "(8, 1) float32 | 10.0 KiB | 12 of them with an autograd graph | handle.remove()"
+            ),
+        ),
         (lambda: (Regression(), Collector()), "Collector.by_step (a dict of 12; one is Collector.by_step["),
         (KeepsBatches, "KeepsBatches.batches (a list of 12;"),
     ],
@@ -156,19 +151,6 @@ def test_leaks_are_named(model, facts, tmp_path):
 def test_leaks_are_reported_once_after_three_epochs_or_evaluations(model, options, said, tmp_path):
     texts = warnings_of(tmp_path, model(), **options)
     assert [part for part, text in zip(said, texts, strict=True) if part not in text] == []
-
-
-class ThawsALayerPerEpoch(Regression):
-    """Adam makes the moments of a parameter at its first gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 1))
-
-    def on_train_epoch_start(self):
-        frozen = max(0, 8 - self.current_epoch)
-        self.net[:frozen].requires_grad_(requires_grad=False)
-        self.net[frozen:].requires_grad_(requires_grad=True)
 
 
 class KeepsTheLastHundred(Regression):
@@ -203,7 +185,6 @@ class LogsMetrics(Regression):
 # tests/memory/leaks has more: values that are replaced, and others.
 HEALTHY: dict[str, Any] = {
     "average_of_weights": (Regression, lambda: [EMAWeightAveraging()]),
-    "optimizer_state_made_late": (ThawsALayerPerEpoch, list),
     "bounded_history": (KeepsTheLastHundred, list),
     "metrics": (LogsMetrics, list),
 }
@@ -213,37 +194,3 @@ HEALTHY: dict[str, Any] = {
 def test_healthy_runs_are_never_accused(case, tmp_path):
     model, callbacks = HEALTHY[case]
     assert not warnings_of(tmp_path, model(), *callbacks(), epochs=10)
-
-
-def test_a_cycle_per_batch_is_collected_and_not_accused(tmp_path):
-    class Node:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-            self.me = self
-
-    class MakesCycles(Regression):
-        def training_step(self, batch, batch_idx):
-            Node(torch.zeros(2**18))  # 1 MiB
-            return self.loss(batch)
-
-    class Allocated(L.Callback):
-        def __init__(self) -> None:
-            self.at_start: list[int] = []
-
-        def on_validation_batch_start(self, *args):
-            device = VirtualDevice.current()
-            self.at_start.append(device.stats().allocated or 0)
-
-    allocated = Allocated()
-    assert not warnings_of(tmp_path, MakesCycles(), allocated, epochs=4, num_sanity_val_steps=0)
-    assert max(allocated.at_start) < 2**20  # not one of the four is left when validation begins
-
-
-@pytest.mark.cuda_memory
-@pytest.mark.parametrize(("model", "facts"), LEAKS)
-def test_leaks_on_cuda(model, facts, tmp_path):
-    options = {"accelerator": "cuda", "devices": 1, "max_epochs": 3, "logger": False}
-    with pytest.warns(UserWarning, match="in 3 epochs in a row") as said:
-        trainer(tmp_path, EmptyCache(), **options).fit(model(), loader(), loader(16, seed=1))
-    (text,) = [str(warning.message) for warning in said if "in a row" in str(warning.message)]
-    assert facts.split(" | ")[0] in text

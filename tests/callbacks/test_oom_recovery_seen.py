@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN, MemoryMonitor, NonFiniteError, OOMRecovery, OOMReport, VirtualDevice
@@ -193,30 +193,6 @@ def test_weights_that_are_updated_in_the_backward_pass_are_not_touched_by_a_seco
     assert "register_post_accumulate_grad_hook was called" in caught.value.__notes__[0]
     assert "register_post_accumulate_grad_hook was called" in " ".join(capsys.readouterr().out.split())
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-class Counts(Watched):
-    """Writes a buffer in every step from the given one on."""
-
-    def __init__(self, since: int) -> None:
-        super().__init__()
-        self.since = since
-        self.steps: Tensor
-        self.register_buffer("steps", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx >= self.since:
-            self.steps += 1
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("since", [0, 3])
-def test_a_buffer_that_steps_write_is_restored(since, tmp_path):
-    model, data = Counts(since), batches((8,) * 4)
-    run = trainer(tmp_path, recovery(), logger=False)
-    with FailsOnce(model, 0, batch=3, name="mse_loss"):
-        run.fit(model, DataLoader(data, batch_size=None))
-    assert float(model.steps) == 3 - since + 2  # the failed attempt is taken back, and two parts have written
 
 
 @pytest.mark.filterwarnings("ignore:Allocation retries have begun", "ignore:Peak reserved memory is")

@@ -18,7 +18,6 @@ from lightning_memtools import GradientCheckpointing, OOMReport, VirtualDevice
 from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
 from tests.batch_size_models import Samples
 from tests.lightning_models import Regression, loader, opaque, trainer
-from tests.list_logger import ListLogger
 from tests.oom_models import Layers, place_of, sizes_in
 
 MIB = 2**20
@@ -316,23 +315,6 @@ def test_the_console_says_in_a_few_lines_what_failed_what_filled_it_and_what_to_
 
 
 # --- whatever happens, the original error goes on
-
-
-def test_a_second_out_of_memory_while_reporting_leaves_the_facts_of_the_first(tmp_path):
-    class Greedy(ListLogger):
-        """Takes memory of the device to write a text."""
-
-        def log_text(self, **_: Any) -> None:
-            torch.empty(500 * MIB, dtype=torch.uint8)
-
-    with VirtualDevice("64MiB") as device:
-        with (
-            pytest.warns(UserWarning, match="Greedy failed while writing"),
-            pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 24\.00 MiB") as caught,
-        ):
-            trainer(tmp_path, OOMReport(directory=str(tmp_path)), logger=Greedy()).fit(Layers(batch=16))
-        assert device.stats().ooms == 3  # that of the step, and those of the report and of how the run ended
-    assert "tried to allocate 24.0 MiB" in place_of(caught.value).read_text().splitlines()[0]
 
 
 class CleansUp(Layers):

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import GradientCheckpointing
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
 from lightning_memtools.memory.virtual import VirtualDevice
-from tests.zoo import timm, torchvision_models
+from tests.zoo import timm
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 N_WORDS = 200
@@ -81,7 +80,7 @@ _LLAMA = _GPT | {
 }
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 96, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0}
 
-TRANSFORMERS: dict[str, Callable[[], Made]] = {
+FOREIGN: dict[str, Callable[[], Made]] = {
     "gpt2": _text("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=3, n_head=4, n_positions=64, **_GPT),
     "llama": _text("LlamaForCausalLM", "LlamaConfig", **_LLAMA),
     "bert": _text("BertForMaskedLM", "BertConfig", **_BERT),
@@ -95,122 +94,19 @@ TRANSFORMERS: dict[str, Callable[[], Made]] = {
         "RegNetForImageClassification", "RegNetConfig", embedding_size=8, hidden_sizes=[16, 24, 32, 48],
         depths=[1, 1, 2, 1], groups_width=8,
     ),
-}  # fmt: skip
-TIMM: dict[str, Callable[[], Made]] = {
     "timm_swin": _timm(
         "swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=24, depths=(1, 1, 2, 1),
         num_heads=(1, 2, 4, 8),
     ),
     "timm_convnext": _timm("convnext_atto", dims=(8, 16, 32, 48), depths=(1, 1, 2, 1), drop_path_rate=0.2),
 }  # fmt: skip
-FOREIGN = TRANSFORMERS | TIMM
-"""Tested in every run of the suite."""
-
-
-def _torchvision(name: str, size: int = 64, **options: Any) -> Callable[[], Made]:
-    def make() -> Made:
-        return getattr(torchvision_models(), name)(num_classes=4, **options), {"x": torch.randn(2, 3, size, size)}
-
-    return make
-
-
-def _segmenting(name: str, size: int = 64) -> Callable[[], Made]:
-    def make() -> Made:
-        found = getattr(torchvision_models().segmentation, name)(num_classes=4, weights_backbone=None)
-        return _OutputOf(found), {"x": torch.randn(2, 3, size, size)}
-
-    return make
-
-
-_DECODER = _GPT | {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
-_GROUPED = _DECODER | {"num_key_value_heads": 2, "attention_dropout": 0.1}
-_BART = {
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "forced_eos_token_id": 2,
-}
-_CLASSES = torch.tensor([0, 1, 1, 0])
-_DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}
-
-MORE: dict[str, Callable[[], Made]] = {
-    "distilbert": _text("DistilBertForMaskedLM", "DistilBertConfig", **_DISTIL),
-    "roberta": _text("RobertaForMaskedLM", "RobertaConfig", **_BERT),
-    "electra": _text("ElectraForSequenceClassification", "ElectraConfig", _CLASSES, embedding_size=32, **_BERT),
-    "albert": _text("AlbertForSequenceClassification", "AlbertConfig", _CLASSES, embedding_size=16, **_BERT),
-    "modernbert": _text("ModernBertForMaskedLM", "ModernBertConfig", **_GPT, **_BERT),
-    "gpt_neox": _text("GPTNeoXForCausalLM", "GPTNeoXConfig", **_DECODER),
-    "opt": _text("OPTForCausalLM", "OPTConfig", ffn_dim=96, word_embed_proj_dim=32, **_DECODER),
-    "bloom": _text("BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.1, **_GPT),
-    "mistral": _text("MistralForCausalLM", "MistralConfig", **_GROUPED),
-    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED),
-    "gemma": _text("GemmaForCausalLM", "GemmaConfig", head_dim=8, **_GROUPED),
-    "phi": _text("PhiForCausalLM", "PhiConfig", resid_pdrop=0.1, **_DECODER),
-    "bart": _text("BartForConditionalGeneration", "BartConfig", **_BART),
-    "pegasus": _text("PegasusForConditionalGeneration", "PegasusConfig", **_BART),
-    "deit": _pictures("DeiTForImageClassification", "DeiTConfig", **_VIT),
-    "beit": _pictures("BeitForImageClassification", "BeitConfig", drop_path_rate=0.2, **_VIT),
-    "dinov2": _pictures("Dinov2ForImageClassification", "Dinov2Config", drop_path_rate=0.2, **_VIT),
-    "convnext": _pictures(
-        "ConvNextForImageClassification", "ConvNextConfig", hidden_sizes=[8, 16, 32, 48], depths=[1, 1, 2, 1],
-        drop_path_rate=0.2,
-    ),
-    "resnet": _pictures(
-        "ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[16, 24, 32, 48],
-        depths=[1, 1, 2, 1],
-    ),
-    "segformer": _pictures(
-        "SegformerForImageClassification", "SegformerConfig", depths=[1, 1, 2, 1], hidden_sizes=[16, 16, 32, 32],
-        num_attention_heads=[1, 2, 2, 4],
-    ),
-    "poolformer": _pictures(
-        "PoolFormerForImageClassification", "PoolFormerConfig", depths=[1, 1, 2, 1], hidden_sizes=[8, 16, 32, 48],
-        drop_path_rate=0.2,
-    ),
-    "timm_vit": _timm("vit_tiny_patch16_224", img_size=64, depth=4, drop_path_rate=0.2, proj_drop_rate=0.1),
-    "timm_mixer": _timm("mixer_s32_224", img_size=64, drop_path_rate=0.2),
-    "timm_regnety": _timm("regnety_002", drop_path_rate=0.1),
-    "timm_efficientnet": _timm("efficientnet_b0", drop_rate=0.1, drop_path_rate=0.2),
-    "timm_mobilenetv3": _timm("mobilenetv3_small_050", drop_rate=0.1),
-    "timm_densenet": _timm("densenet121", drop_rate=0.1),
-    "timm_pvt": _timm("pvt_v2_b0", drop_path_rate=0.1),
-    "timm_xcit": _timm("xcit_nano_12_p16_224", img_size=64, depth=3, drop_path_rate=0.1),
-    "timm_hrnet": _timm("hrnet_w18_small", drop_rate=0.1),
-    "resnet18": _torchvision("resnet18"),
-    "mobilenet_v2": _torchvision("mobilenet_v2"),
-    "efficientnet_b0": _torchvision("efficientnet_b0"),
-    "shufflenet_v2": _torchvision("shufflenet_v2_x0_5"),
-    "squeezenet": _torchvision("squeezenet1_1"),
-    "deeplabv3": _segmenting("deeplabv3_mobilenet_v3_large"),
-    "lraspp": _segmenting("lraspp_mobilenet_v3_large"),
-}  # fmt: skip
-"""Tried with EVERY_MODEL=1 in the environment."""
 
 
 def made(name: str) -> tuple[LossOf, dict[str, Tensor]]:
     """The model in training mode under a fixed seed, and its batch."""
     torch.manual_seed(0)
-    model, batch = (FOREIGN | MORE)[name]()
+    model, batch = FOREIGN[name]()
     return LossOf(model).train(), batch
-
-
-class _OutputOf(nn.Module):
-    """A model of segmentation, and what its classifier returns."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x)["out"]
 
 
 def three_steps(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> dict[str, Tensor]:
@@ -296,18 +192,6 @@ def trains_the_same(name: str, plan: CheckpointPlan, *, bf16: bool) -> dict[str,
     with plan.apply(model):
         planned = three_steps(model, batch, bf16=bf16)
     return _differences(plain, planned)
-
-
-def trains_the_same_in_lightning(name: str, *, bf16: bool) -> dict[str, str]:
-    """The same with a Trainer, whose callback makes the plan."""
-    model, batch = made(name)
-    other = copy.deepcopy(model)
-    with caches_off(other):
-        plain = three_steps_of_lightning(other, batch, bf16=bf16)
-    callback = GradientCheckpointing(bn_dropout="recompute")
-    planned = three_steps_of_lightning(model, batch, callback, bf16=bf16)
-    unplanned = {} if callback.plan is not None and callback.plan.refused is None else {"plan": "none"}
-    return _differences(plain, planned) | unplanned
 
 
 def _differences(plain: dict[str, Tensor], planned: dict[str, Tensor]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from lightning_memtools.checkpointing.apply_plan import ChainPlan, Range
 from lightning_memtools.checkpointing.chains import find_chains, is_within, outermost
 from lightning_memtools.checkpointing.checkpoint_options import BnDropout, CheckpointOptions
-from tests.zoo import timm, torchvision_models
 
 
 class Block(nn.Module):
@@ -62,14 +60,6 @@ def shared() -> nn.Sequential:
     return nn.Sequential(twice, norm, nn.Tanh(), twice, norm, nn.Dropout(0.1), twice)
 
 
-def classifier(name: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(torchvision_models(), name)(num_classes=4, **options)
-
-
-def from_timm(name: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: timm().create_model(name, num_classes=4, **options)
-
-
 # How to make each model, and the shape of a batch for it.
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (6, 32)),
@@ -77,15 +67,6 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "encoder": (encoder, (2, 10, 32)),
     "nested": (nested, (6, 32)),
     "shared": (shared, (6, 32)),
-}
-ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet18": (classifier("resnet18"), (2, 3, 32, 32)),
-    "mobilenet_v2": (classifier("mobilenet_v2", width_mult=0.35), (2, 3, 32, 32)),
-    "efficientnet_b0": (classifier("efficientnet_b0"), (2, 3, 32, 32)),
-    "timm_vit_tiny": (
-        from_timm("vit_tiny_patch16_224", img_size=32, depth=3, drop_path_rate=0.2, proj_drop_rate=0.1),
-        (2, 3, 32, 32),
-    ),
 }
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_memtools.checkpointing.chunked_cross_entropy import ChunkedCrossEntropy, chunk_rows
-from lightning_memtools.memory.virtual import VirtualDevice
 
 ROWS, WIDTH, CLASSES = 700, 16, 1100  # two chunks and a part of one
 WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -101,17 +100,6 @@ def test_only_the_gradients_that_are_needed_are_computed(chosen):
         torch.testing.assert_close(mine, other)
 
 
-def test_under_autocast_the_layer_computes_in_bfloat16_and_the_loss_in_float32():
-    *given, target = inputs(torch.float32)
-    loss = of("mean", target, torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mine, other = loss(*given), plain(loss, *given)
-    assert mine.dtype == other.dtype
-    torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
-    for one, two in zip(torch.autograd.grad(mine, given), torch.autograd.grad(other, given), strict=True):
-        assert (one - two).norm() < 0.01 * two.norm()
-
-
 def test_a_second_backward_gives_the_same_gradients():
     *given, target = inputs()
     out = of("mean", target)(*given)
@@ -141,22 +129,3 @@ def test_where_no_row_counts_loss_and_gradients_are_those_of_torch(reduction, ro
     nothing = replace(of("mean", target), target=torch.full((rows,), -100), reduction=reduction)
     for mine, other in zip(results(nothing, given), results(partial(plain, nothing), given), strict=True):
         torch.testing.assert_close(mine, other, equal_nan=True)
-
-
-def test_logits_of_a_chunk_are_there_twice():
-    width, classes, rows = 64, 20000, 2048
-    peaks = {}
-    for chunked in (True, False):
-        with VirtualDevice() as device:
-            source, weight = (
-                torch.randn(rows, width, requires_grad=True),
-                torch.randn(classes, width, requires_grad=True),
-            )
-            loss = ChunkedCrossEntropy(torch.zeros(rows, dtype=torch.long), (), torch.float32)
-            before = device.stats().allocated
-            device.reset_peaks()
-            (loss if chunked else loss.at_once)(source, weight, None).backward()
-            peaks[chunked] = device.stats().peak_allocated - before
-    assert peaks[False] >= 3 * rows * classes * 4
-    of_gradients = (rows + classes) * width * 4
-    assert peaks[True] < of_gradients + 2.2 * chunk_rows(width) * classes * 4

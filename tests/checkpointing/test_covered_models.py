@@ -32,13 +32,6 @@ class Trained(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.randn(512, 8, 32), batch_size=256)
 
 
-class InAnotherOrder(Trained):
-    def step(self, x):
-        for at in (3, 1, 5, 0, 2, 4):
-            x = self.layers[at](x)
-        return x
-
-
 class Recurrent(Trained):
     def step(self, x):
         for layer in self.layers:
@@ -70,7 +63,6 @@ def feed_forward() -> nn.Sequential:
 
 COVERED = {
     "NAdam": lambda: Trained(nn.Sequential(*[feed_forward() for _ in range(6)]), "NAdam"),
-    "blocks in another order": lambda: InAnotherOrder(nn.ModuleList(feed_forward() for _ in range(6))),
     "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.GRU(32, 32) for _ in range(3))),
     "a detector": Detecting,
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 
 import lightning as L
@@ -15,12 +14,10 @@ from lightning_memtools.checkpointing.planning import BudgetTooSmallError, plan_
 from lightning_memtools.memory.sizes import format_size
 from tests.checkpointing.foreign_models import (
     FOREIGN,
-    MORE,
     made,
     measured_peak,
     three_steps_of_lightning,
     trains_the_same,
-    trains_the_same_in_lightning,
 )
 
 
@@ -87,17 +84,3 @@ def test_caches_are_off_where_blocks_run_twice_and_on_elsewhere():
         assert model.model(**batch).past_key_values is None
         assert model.model.config.use_cache
         assert model.eval().model(**batch).past_key_values.get_seq_length() == batch["input_ids"].shape[1]
-
-
-@pytest.mark.skipif("EVERY_MODEL" not in os.environ, reason="takes a quarter of an hour; asked for by EVERY_MODEL=1")
-@pytest.mark.parametrize("name", MORE)
-def test_more_models_train_the_same_in_a_plain_loop_and_in_lightning(name):
-    model, batch = made(name)
-    plan = plan_checkpoints(model, batch, bn_dropout="recompute")
-    if plan.refused is not None:
-        pytest.skip(plan.refused)
-    assert measured_peak(model, batch, plan) == pytest.approx(plan.peak_bytes, rel=0.01)
-    for bf16 in (False, True):
-        assert trains_the_same(name, plan, bf16=bf16) == {}
-        # AdamW's state is part of a peak: a model may have no plan with it that has one without.
-        assert trains_the_same_in_lightning(name, bf16=bf16) in ({}, {"plan": "none"})

@@ -154,23 +154,6 @@ def test_a_sum_that_each_short_epoch_resets_is_found(epoch):
     assert (finding.severity, finding.place) == ("error", "Sums.total_loss")
 
 
-@pytest.mark.filterwarnings("ignore:.*target size")
-@pytest.mark.parametrize(
-    ("loss", "place"),
-    [
-        (nn.L1Loss(), "Sub at tests/doctor/test_checks.py:"),
-        (nn.SmoothL1Loss(), "SmoothL1Loss at tests/doctor/test_checks.py:"),
-        (lambda p, y: F.mse_loss(p[:, 0], y[:, None]), "MseLoss at tests/doctor/test_checks.py:"),
-        (lambda p, y: ((y[:, None].squeeze().float() - p) ** 2).mean(), "Sub at tests/doctor/test_checks.py:"),
-    ],
-    ids=["l1_of_a_module", "smooth_l1", "flat_against_column", "squeezed"],
-)
-def test_a_loss_that_broadcasts_is_found_with_its_line(loss, place):
-    finding = only(found(network(), rows(flat=True), lambda m, b: loss(m(b[0]), b[1])), "loss_broadcast")
-    assert finding.place.startswith(place)
-    assert "broadcasts to (8, 8)" in finding.evidence
-
-
 @pytest.mark.parametrize(
     "loss",
     [

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_memtools.doctor.diagnosing import diagnose
 from tests.doctor.specimens import LANGUAGE_MODELS, language_model, network, rows, serious, squared
-from tests.zoo import timm, torchvision_models
+from tests.zoo import timm
 
 STEPS = 8
 
@@ -45,16 +45,6 @@ def evaluation(step: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module,
         return step(model.eval(), batch)
 
     return evaluate
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5", "squeezenet1_1", "efficientnet_b0"],
-)
-def test_torchvision(name):
-    torch.manual_seed(0)
-    model = getattr(torchvision_models(), name)(num_classes=4)
-    assert_healthy(model, images(64 if name == "squeezenet1_1" else 32), classify)
 
 
 @pytest.mark.parametrize(

@@ -51,28 +51,10 @@ class Tuned(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)  # of the frozen part too
 
 
-def images() -> Any:
-    return nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3), nn.Flatten())
-
-
 @pytest.mark.parametrize("mended", [False, True])
 def test_a_loop_that_calls_train_on_a_frozen_backbone(mended, tmp_path):
     findings = doctored(tmp_path, Tuned(mended=mended), rows())
     assert [(one.check, one.place) for one in findings] == [("frozen_batch_norm", "backbone.1")] * (not mended)
-
-
-@pytest.mark.parametrize(
-    ("part", "place"),
-    [
-        (lambda: frozen(images()), "0.2"),
-        (lambda: nn.Sequential(frozen(images()), nn.Linear(12, 4)), "0.0.2"),  # deeper, and trained behind it
-        (lambda: frozen(nn.Sequential(nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 4))), "0.0"),
-    ],
-)
-def test_other_frozen_parts(part, place):
-    made = part()
-    width = made(torch.zeros(2, 4)).shape[1]
-    assert only(found(nn.Sequential(made, nn.Linear(width, 1)), rows()), "frozen_batch_norm").place == place
 
 
 def follows(both: Any, batch: Any, *, by_assignment: bool = False) -> Any:

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memtools import TrainingDoctor
-from tests.doctor.specimens import HalfUsed, ZeroesGradients, found, only, rows, squared
-from tests.lightning_models import trainer
+from tests.doctor.specimens import ZeroesGradients, found, only
 from tests.zoo import torchvision_models
 
 
@@ -55,27 +51,3 @@ def test_weight_decay_shrinks_parameters_that_get_no_gradient_an_unused_layer4_o
     assert shrunk.place == "net.layer4"
     assert "shrank net.layer4." in shrunk.evidence
     assert "0.001 of its norm" in shrunk.evidence  # lr x weight_decay
-
-
-class Shrinks(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = HalfUsed()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return squared(self.net, batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:TrainingDoctor found")
-@pytest.mark.parametrize(("accumulate", "steps"), [(1, 20), (2, 11), (3, 20), (4, 23)])
-def test_shrinking_is_measured_although_no_update_falls_into_the_last_watched_batch(tmp_path, accumulate, steps):
-    doctor = TrainingDoctor(steps=steps)
-    run = trainer(tmp_path, doctor, accumulate_grad_batches=accumulate, max_epochs=-1, max_steps=8, logger=False)
-    run.fit(Shrinks(), rows(192))
-    finding = only(list(doctor.report.findings), "missing_gradients")
-    assert (finding.severity, finding.place) == ("warning", "net.unused")
-    assert f"all of {steps // accumulate if accumulate > 1 else 8} updates" in finding.evidence
-    assert "0.001 of its norm" in finding.evidence

@@ -1,6 +1,6 @@
 """Runs two ranks into a fault, without any callback of ours and with them; started by test_faults.py.
 
-python faults_run.py FOLDER FAULT ...
+python faults_run.py FOLDER
 
 "with" are the default callbacks, and "every" the others too: GradientCheckpointing, OOMRecovery and BatchSizeTuner.
 
@@ -71,18 +71,11 @@ class Faulty(Regression):
         if self.global_rank == 1:
             self.fault(moment, self.trainer)
 
-    def on_fit_start(self) -> None:
-        self.meet("fit_start")
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
             self.meet("step")
         self.log("batch_idx", float(batch_idx))  # so that the logger has something to write without us too
         return super().training_step(batch, batch_idx)
-
-    def on_after_backward(self) -> None:
-        if self.trainer.global_step == 3:
-            self.meet("backward")
 
     def on_validation_epoch_end(self) -> None:
         if not self.trainer.sanity_checking:
@@ -130,24 +123,13 @@ def nothing(moment: str, trainer: L.Trainer) -> None:
     """Meet no fault here; the data or the file system has it."""
 
 
-MOMENTS = ("fit_start", "step", "backward", "validation", "train_end", "fit_end", "test_step", "test_end")
-
-_ACTS: dict[str, Callable[[L.Trainer], object]] = {
-    "slow": lambda _: time.sleep(SLOW_S),
-    "raises": fail,
-    "dies": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "sigterm": lambda _: os.kill(os.getpid(), signal.SIGTERM),
-    "ctrl_c": lambda _: os.kill(os.getpid(), signal.SIGINT),
+_ACTS: dict[str, tuple[Callable[[L.Trainer], object], tuple[str, ...]]] = {
+    "slow": (lambda _: time.sleep(SLOW_S), ("validation", "train_end", "fit_end", "test_end")),
+    "raises": (fail, ("step", "validation", "train_end", "fit_end", "test_end")),
+    "dies": (lambda _: os.kill(os.getpid(), signal.SIGKILL), ("step", "train_end", "test_step")),
+    "sigterm": (lambda _: os.kill(os.getpid(), signal.SIGTERM), ("step",)),
+    "ctrl_c": (lambda _: os.kill(os.getpid(), signal.SIGINT), ("step",)),
 }
-
-FAULTS: dict[str, Fault] = {
-    "none": nothing,
-    "fewer_batches": nothing,
-    "fewer_validation_batches": nothing,
-    "stops_at_step": at("step", stop),
-    "disk_full": nothing,
-    "log_directory_gone": nothing,
-} | {f"{name}_at_{moment}": at(moment, act) for name, act in _ACTS.items() for moment in MOMENTS}
 
 LAST = {
     "raises_in_the_last_validation": at("validation", fail),
@@ -156,21 +138,14 @@ LAST = {
 }
 """Their runs end with the fit, so that the other rank can succeed."""
 
-FAULTS |= LAST
-"""All of them; a run of this file takes names."""
-
-IN_CI = (
-    *("none", "fewer_batches", "fewer_validation_batches", "stops_at_step", "disk_full", "log_directory_gone"),
-    *(f"slow_at_{moment}" for moment in ("validation", "train_end", "fit_end", "test_end")),
-    *(f"raises_at_{moment}" for moment in ("step", "validation", "train_end", "fit_end", "test_end")),
-    *("dies_at_step", "dies_at_train_end", "dies_at_test_step", "sigterm_at_step", "ctrl_c_at_step"),
-    *LAST,
-)
-"""Those of every run of the tests."""
-
-
-EVERY_IN_CI = ("none", "fewer_batches", "raises_at_step", "dies_at_step", "slow_at_fit_end", "ctrl_c_at_step")
-"""Those that every run of the tests meets with all callbacks, too."""
+FAULTS: dict[str, Fault] = {
+    **dict.fromkeys(("none", "fewer_batches", "fewer_validation_batches", "disk_full", "log_directory_gone"), nothing),
+    "stops_at_step": at("step", stop),
+    **{f"{name}_at_{moment}": at(moment, act) for name, (act, moments) in _ACTS.items() for moment in moments},
+    **LAST,
+}
+EVERY = ("none", "fewer_batches", "raises_at_step", "dies_at_step", "slow_at_fit_end", "ctrl_c_at_step")
+"""Those that are met with all callbacks, too."""
 
 
 def n_batches(name: str, rank: int, n: int) -> int:
@@ -300,4 +275,4 @@ def main(root: Path, names: list[str], every: Collection[str]) -> dict[str, dict
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or [*FAULTS], EVERY_IN_CI)
+    main(Path(sys.argv[1]), [*FAULTS], EVERY)

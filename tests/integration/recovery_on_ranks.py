@@ -1,6 +1,7 @@
 """Run as a program, once per rank: one rank of two runs out of memory, and goes on. Writes what each rank saw as JSON.
 
 LOCAL_RANK=0 MASTER_ADDR=... MASTER_PORT=... python tests/integration/recovery_on_ranks.py <folder> <scenario> ...
+The scenario "pretended", by itself, is a rank of a dry run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice, default_callbacks
+from lightning_memtools import OOMRecovery, OOMReport, default_callbacks
+from lightning_memtools._torch import pretended_ranks
 from tests.integration.halt_on_ranks import digest
 from tests.lightning_models import trainer
 
@@ -176,37 +178,30 @@ def run(name: str, folder: Path, rank: int) -> dict[str, Any]:
     }
 
 
-def run_on_devices(folder: Path, rank: int) -> dict[str, Any]:
-    """Rank 1 has long batches, and a device on which they do not fit."""
-
-    def data() -> list[Tensor]:
-        sizes = (8, 8, 8, 3000, 8, 3000) if rank else (8,) * 6
-        return [torch.randn(size, WIDTH) for size in sizes]
-
-    torch.manual_seed(5 + rank)
-    mine = data()
-    healthy, model, recovery = Net({}), Net({}), OOMRecovery(loss="mean")
-    fit(folder, healthy, mine)
-    with VirtualDevice("64MiB"):
-        done = fit(folder, model, mine, recovery)
-    return {
-        "scenario": "devices",
-        "digest": digest(model),
-        "error": compared(model, healthy),
-        "moved": compared(model, Net({})),
-        "count": float(model.count),
-        "seen": model.seen,
-        "global_step": done.global_step,
-    }
+def run_on_a_pretended_rank(folder: Path) -> None:
+    """Rank 1 of a dry run, whose other ranks are pretended, runs out of memory and goes on."""
+    os.environ |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pretended_ranks(1, 2):
+        healthy = healthy_run("forward", folder, 1)
+        failing: list[Failures] = [{(1, 2): (1, WHOLE)}, {(1, 0): ("forward", WHOLE)}]
+        for failures in failing:
+            model, recovery = Net(failures), OOMRecovery(loss="mean")
+            fit(folder, model, batches(1), recovery)
+            assert recovery.recoveries.n_recovered == 1
+            assert model.seen.count(4) > 2  # in two parts
+            assert compared(model, healthy) < 1e-7
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    seen = []
+    if sys.argv[2:] == ["pretended"]:
+        run_on_a_pretended_rank(folder)
+        return
+    seen, rank = [], int(os.environ["LOCAL_RANK"])
     for name in sys.argv[2:]:
-        seen.append(run_on_devices(folder, rank) if name == "devices" else run(name, folder, rank))
+        seen.append(run(name, folder, rank))
         (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 

@@ -76,18 +76,3 @@ def test_mlflow_gets_curves_and_reports_as_artifacts(tmp_path):
     assert min(peaks) > 0
     reports = {Path(one.path).name for one in client.list_artifacts(run, "memtools")}
     assert reports == {"memory_summary.md", "doctor.md"}
-
-
-def test_the_models_history_of_scvi_holds_no_tags_of_ours(tmp_path, monkeypatch):
-    if not is_installed("scvi"):
-        pytest.skip("scvi is not installed")
-    import scvi  # noqa: PLC0415, only here
-
-    monkeypatch.chdir(tmp_path)
-    cells = scvi.data.synthetic_iid()
-    scvi.model.SCVI.setup_anndata(cells, batch_key="batch")
-    model = scvi.model.SCVI(cells)
-    with VirtualDevice("1GiB"):
-        model.train(max_epochs=1, accelerator="cpu", callbacks=default_callbacks())
-    assert model.history
-    assert not [tag for tag in model.history if "/" in tag]

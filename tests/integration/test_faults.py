@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration import faults_run
-from tests.integration.faults_run import EVERY_IN_CI, IN_CI, LIMIT_S
+from tests.integration.faults_run import EVERY, FAULTS, LIMIT_S
 from tests.two_processes import run_script
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("faults")
-    run_script(Path(faults_run.__file__), root, *IN_CI, timeout_s=len(IN_CI) * sum(LIMIT_S.values()))
+    run_script(Path(faults_run.__file__), root, timeout_s=len(FAULTS) * sum(LIMIT_S.values()))
     return root
 
 
@@ -27,7 +27,7 @@ def ended_alike(one: list[int | None], other: list[int | None]) -> bool:
     return [(code is None, code == 0) for code in one] == [(code is None, code == 0) for code in other]
 
 
-RUNS = [(fault, "with") for fault in IN_CI] + [(fault, "every") for fault in EVERY_IN_CI]
+RUNS = [(fault, "with") for fault in FAULTS] + [(fault, "every") for fault in EVERY]
 
 
 @pytest.mark.parametrize(("fault", "kind"), RUNS)
@@ -46,7 +46,7 @@ def test_all_callbacks_together_did_their_work_before_the_fault(folder):
 
 
 def test_a_rank_that_raises_fails_with_its_own_error(folder):
-    for fault in (fault for fault in IN_CI if fault.startswith("raises")):
+    for fault in (fault for fault in FAULTS if fault.startswith("raises")):
         said = (folder / fault / "with" / "rank1.txt").read_text()
         assert said.rstrip().endswith("FaultError: from the user's code"), said
 

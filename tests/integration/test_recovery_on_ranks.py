@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration import recovery_on_a_pretended_rank, recovery_on_ranks
+from tests.integration import recovery_on_ranks
 from tests.integration.recovery_on_ranks import REASONS, SAMPLES, SCENARIOS
 from tests.two_processes import run_ranks, run_script, seen_by_ranks
 
 Seen = dict[str, list[dict[str, Any]]]
-LASTING = [*(name for name in SCENARIOS if name not in REASONS), "devices"]
+LASTING = [name for name in SCENARIOS if name not in REASONS]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_rank_0_logs_the_recoveries_of_all(seen, folder):
 
 
 def test_a_rank_of_a_dry_run_goes_on_too(tmp_path):
-    run_script(Path(recovery_on_a_pretended_rank.__file__), tmp_path, timeout_s=300)
+    run_script(Path(recovery_on_ranks.__file__), tmp_path, "pretended", timeout_s=300)
 
 
 @pytest.mark.parametrize(("name", "reason"), REASONS.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.tensorboard_plugin.snapshot_timeline import timeline_from
+from tests.callbacks.spike_models import AT, N_BATCHES
 from tests.event_files import scalars
 from tests.integration import two_ranks
-from tests.integration.two_ranks import PARTS, SIZES
+from tests.integration.two_ranks import ACTIONS, PARTS, SIZES
 from tests.lightning_models import assert_same_bits
 from tests.two_processes import run_ranks
 
@@ -185,6 +187,32 @@ def test_both_ranks_recompute_the_same_and_end_in_the_same_bits(case, folder):
         assert planned["gathered"] == plain["gathered"]
         assert case != "fsdp2" or plain["gathered"] > 0
         assert_same_bits(plain["weights"], planned["weights"])
+
+
+# --- TrainingDoctor
+
+
+def test_a_mistake_on_one_rank_ends_training_on_both_at_the_same_step(folder):
+    first, second = left(folder / "doctor", "doctor")
+    assert first["said"] == second["said"]
+    assert "retained_graphs (error), KeepsOnOneRank.total" in first["said"]
+    assert first["steps"] == second["steps"] == 8
+
+
+# --- LossSpikes
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_both_ranks_find_the_same_spike_and_end_with_the_same_weights(action, folder):
+    zero, one = left(folder / "spikes", action)
+    assert zero == one
+    ((step, done, loss, norm, taken_back),) = zero["spikes"]
+    assert (step, done) == (AT, action)
+    assert loss > 1000  # of the rank with the bad batch
+    assert math.isfinite(norm)
+    assert bool(zero["error"]) == (action == "halt")
+    steps = {"rollback": N_BATCHES - 1 - taken_back, "halt": AT}
+    assert zero["global_step"] == steps.get(action, N_BATCHES)
 
 
 # --- all of them

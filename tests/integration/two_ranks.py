@@ -31,20 +31,28 @@ from lightning_memtools import (
     BatchSizeTuner,
     EmptyCache,
     GradientCheckpointing,
+    HaltOnNaN,
     LossCurves,
+    LossSpikeError,
+    LossSpikes,
     MemoryMonitor,
+    TrainingDoctor,
+    TrainingMistakeError,
     VirtualDevice,
 )
 from lightning_memtools._torch import DispatchMode
 from lightning_memtools.memory.sizes import MIB
 from lightning_memtools.reporting.strategies import why_unsupported
 from tests.batch_size_models import Samples
+from tests.callbacks.spike_models import AT, Spiking, as_loader, batches, labels_times
 from tests.checkpointing.models import encoder
+from tests.integration.halt_on_ranks import digest
 from tests.lightning_models import Regression, loader, trainer
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
 SIZES = ("plain", "effective", "sync_dist", "own collective")
 PLANS = ("ddp", "fsdp2", "untraceable")
+ACTIONS = ("report", "skip", "rollback", "halt")
 
 
 def sharded() -> ModelParallelStrategy:
@@ -269,6 +277,45 @@ def every_callback(root: Path) -> None:
     leave(root, "names", names)
 
 
+class KeepsOnOneRank(Regression):
+    """Rank 1 alone adds up losses with their graphs."""
+
+    total: Any = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.global_rank == 1:
+            self.total = self.total + loss
+        return loss
+
+
+def mistaken(root: Path) -> None:
+    run = trainer(root, TrainingDoctor(steps=8, on_finding="raise"), strategy="ddp", devices=2, logger=False)
+    said = ""
+    try:
+        run.fit(KeepsOnOneRank(), loader(160), loader(32))
+    except TrainingMistakeError as error:
+        said = str(error)
+    leave(root, "doctor", {"said": said, "steps": run.global_step})
+
+
+def spiking(root: Path, action: Any) -> None:
+    """Rank 1 alone has a bad batch."""
+    torch.manual_seed(0)
+    model = Spiking()
+    made = [labels_times(30 if RANK and index == AT else 1)(batch) for index, batch in enumerate(batches())]
+    options = {"action": "skip", "max_actions": 0} if action == "halt" else {"action": action, "every_n_steps": 20}
+    spikes: Any = LossSpikes(**options, directory=str(root / action))
+    run = trainer(root, HaltOnNaN(), spikes, logger=False, devices=2, strategy="ddp", use_distributed_sampler=False)
+    error = ""
+    try:
+        run.fit(model, as_loader(made))
+    except LossSpikeError as raised:
+        error = str(raised)
+    found = [(one.step, one.done, one.loss, one.norm, one.taken_back) for one in spikes.spikes]
+    leave(root, action, {"error": error, "spikes": found, "global_step": run.global_step, "digest": digest(model)})
+
+
 def sizes(root: Path) -> None:
     for case in SIZES:
         tuned(root, case)
@@ -279,6 +326,11 @@ def plans(root: Path) -> None:
         planned(root, case)
 
 
+def spikes(root: Path) -> None:
+    for action in ACTIONS:
+        spiking(root, action)
+
+
 PARTS: dict[str, Callable[[Path], None]] = {
     "monitor": lambda root: monitored(root, "ddp"),
     "monitor_sharded": lambda root: monitored(root, sharded()),
@@ -286,6 +338,8 @@ PARTS: dict[str, Callable[[Path], None]] = {
     "sizes": sizes,
     "plans": plans,
     "every_callback": every_callback,
+    "doctor": mistaken,
+    "spikes": spikes,
     "error": lambda root: tuned(root, "error"),
 }
 

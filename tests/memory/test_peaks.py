@@ -134,34 +134,6 @@ def test_memory_after_the_last_point_still_counts_in_the_maximum():
     assert watch.peaks["train"].allocated == 70
 
 
-def test_closing_takes_the_windows_off_the_counter():
-    device = ScriptedDevice()
-    counter = peak_counter(device)
-    watch, phases = StageWatch(counter), PhaseWatch(counter)
-    watch.enter("train")
-    phases.switch("forward")
-    watch.close()
-    phases.close()
-    assert not counter.running
-
-
-def test_each_phase_has_the_peak_of_its_own_time():
-    device = ScriptedDevice()
-    phases = PhaseWatch(peak_counter(device))
-    for forward, backward, optimizer in [(30, 45, 20), (35, 40, 25)]:
-        phases.switch("forward")
-        device.use(forward, 28)
-        phases.switch("backward")
-        device.use(backward, 15)
-        phases.switch(None)
-        device.use(99, 15)  # between phases: nobody's
-        phases.switch("optimizer")
-        device.use(optimizer, 15)
-        phases.switch(None)
-    assert phases.point() == {"forward": 35, "backward": 45, "optimizer": 25}
-    assert phases.point() == {}
-
-
 def test_the_optimizer_phase_ends_when_the_step_returns_and_the_hook_comes_off():
     device = ScriptedDevice()
     phases = PhaseWatch(peak_counter(device), between="forward")

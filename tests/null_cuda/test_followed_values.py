@@ -26,20 +26,6 @@ WANTED = (
 OPERATORS = [one for one in op_db if one.name.startswith(WANTED) and torch.float32 in one.dtypes]
 
 
-def filled_by_a_mask(rows: Tensor, mask: Tensor) -> Tensor:
-    rows = rows.clone()
-    rows[mask] = 0.0
-    return rows
-
-
-FUNCTIONS: dict[str, Any] = {
-    "repeat_interleave by a number": lambda x, mask: x.repeat_interleave(2, dim=0) * 1.0,
-    "filled by a mask": filled_by_a_mask,
-    "chosen by a mask": lambda x, mask: torch.where(mask, x, 0.0),
-    "with gradients": lambda x, mask: (x * 2).repeat_interleave(3, dim=0).sum().backward(),
-}
-
-
 def peak(function: Any, given: Any, values: KnownValues | None) -> int:
     """The bytes that a call allocates beside its arguments, at most; the result is freed."""
     before = torch.cuda.memory_allocated()
@@ -83,15 +69,3 @@ def test_operators_that_read_no_values_allocate_what_they_do_without_following()
                     different[f"{operator.name} {operator.variant_test_name}"] = plain, followed
     assert n_compared > 50
     assert different == {}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_reads_no_values_allocates_what_it_does_without_following(name):
-    rows = torch.zeros(64, 1024, device="cuda", requires_grad=name == "with gradients")
-    given = rows, torch.ones(64, 1024, dtype=torch.bool, device="cuda")
-
-    def run(given):
-        return FUNCTIONS[name](*given)
-
-    assert reads_no_value(run, given)
-    assert peak(run, given, None) == peak(run, given, KnownValues())

@@ -14,11 +14,8 @@ FUNCTIONS = {
     "svd": torch.linalg.svd,
     "svd gesvd": lambda a: torch.linalg.svd(a, driver="gesvd"),
     "svd gesvda": lambda a: torch.linalg.svd(a, full_matrices=False, driver="gesvda"),
-    "svdvals": torch.linalg.svdvals,
     "qr": torch.linalg.qr,
-    "qr complete": lambda a: torch.linalg.qr(a, "complete"),
     "eigh": torch.linalg.eigh,
-    "eigvalsh": torch.linalg.eigvalsh,
     "eigvals": torch.linalg.eigvals,
     "lstsq": lambda a: torch.linalg.lstsq(a, a),
     "solve": lambda a: torch.linalg.solve(a, a),
@@ -28,14 +25,7 @@ FUNCTIONS = {
     "cholesky_solve": lambda a: torch.cholesky_solve(a, a),
     "lu": torch.linalg.lu,
     "ldl": lambda a: torch.linalg.ldl_solve(*torch.linalg.ldl_factor(a), a),
-    "pinv": torch.linalg.pinv,
-    "matrix_rank": torch.linalg.matrix_rank,
-    "det": torch.linalg.det,
-    "slogdet": torch.linalg.slogdet,
-    "cond": torch.linalg.cond,
-    "matrix_norm": lambda a: torch.linalg.matrix_norm(a, "nuc"),
     "ormqr": lambda a: torch.ormqr(*torch.geqrf(a), a),
-    "householder_product": lambda a: torch.linalg.householder_product(*torch.geqrf(a)),
 }
 
 

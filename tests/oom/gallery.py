@@ -14,7 +14,6 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics import CatMetric
 
 from lightning_memtools import OOMRecovery, OOMReport, VirtualDevice
 from tests.lightning_models import trainer
@@ -162,19 +161,6 @@ class KeepsOutputs(Case):
         return out.square().mean()
 
 
-@exhibit("`KeepsValidationOutputs.kept` holds", advice=("list", ".cpu()"), fit_options={"validate": True})
-class KeepsValidationOutputs(Case):
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended, n_batches=32)
-
-    def sizes(self):
-        return [16]
-
-    def validation_step(self, batch, batch_idx):
-        out = self(batch)
-        self.kept.append({"mean": float(out.mean()), "logits": None if self.mended else out})
-
-
 @exhibit("`KeepsLogProbabilities.kept` holds", advice=("autograd graph", "detach"))
 class KeepsLogProbabilities(Case):
     """The losses of an agent: small, each with the large graph of a forward pass that is never run backward."""
@@ -183,34 +169,6 @@ class KeepsLogProbabilities(Case):
         value = self(batch).mean()
         self.kept.append(value.detach() if self.mended else value)
         return self(batch).square().mean()
-
-
-@exhibit("`seen", "hold", advice=("closure of", "look"))
-class HookedNet(Case):
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended)
-        seen: list[Tensor] = []
-
-        def look(_module: Any, _args: Any, out: Tensor) -> None:
-            seen.append(out.detach().mean() if mended else out.detach())
-
-        self.layers[1].register_forward_hook(look)
-
-
-@exhibit("`KeepsPredictions.metric", "holds", advice=("Delete or detach",))
-class KeepsPredictions(Case):
-    """A metric that nobody resets keeps all predictions."""
-
-    def __init__(self, *, mended: bool) -> None:
-        super().__init__(mended=mended)
-        self.metric = CatMetric()
-
-    def training_step(self, batch, batch_idx):
-        out = self(batch)
-        self.metric.update(out.detach())
-        if self.mended:
-            self.metric.reset()
-        return out.square().mean()
 
 
 class Snapshots(L.Callback):

@@ -84,14 +84,6 @@ class Assigns(Case):
         return wide.mean()
 
 
-class Contrasts(Case):
-    def outside(self, boxes):
-        flat = boxes.flatten(0, 1)[:2048] * self.layers[0].weight[0]
-        distances = torch.cdist(flat, flat)
-        nearest = distances.exp()
-        return (nearest + 1).log().mean()
-
-
 class Slides(Case):
     @torch.no_grad()
     def outside(self, boxes):
@@ -112,7 +104,6 @@ class Collects(Case):
     ("model", "variable", "shape", "line"),
     [
         (Assigns, "`inside` in outside (", "[512, 32, 32, 8]", "wide = inside.repeat(4, 1, 1, 1)"),
-        (Contrasts, "`distances` in outside (", "[2048, 2048]", "nearest = distances.exp()"),
         (Slides, "`windows` in outside (", "[8129, 512]", 'scores = {"high": windows.sort(-1).values'),
         (Collects, "`losses` in outside (", "tensors, float32 [512, 128, 4]", "losses.append(boxes.repeat(1, 4, 1)"),
     ],

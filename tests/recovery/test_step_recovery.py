@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import warnings
-import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,30 +136,6 @@ def test_what_the_users_functions_return_is_quoted_if_it_is_not_the_batch(option
     run = Steps(nn.Linear(8, 1), len, 4, **options)
     run.model.forward = lambda batch: batch.sum() * run.model.weight.sum()
     assert re.search(reason, refusal(run, torch.ones(8, 8)))
-
-
-def test_the_failed_step_is_released_when_split_batch_is_called():
-    held: list[weakref.ref[Tensor]] = []
-    alive: list[bool] = []
-
-    class Holds(OverGraphs):
-        def forward(self, batch: Graphs) -> Tensor:
-            hidden = batch.nodes.exp()
-            if len(batch.target) == 8:
-                held.append(weakref.ref(hidden))
-                raise torch.OutOfMemoryError("CUDA out of memory.")  # with its frame, which holds `hidden`
-            return super().forward(batch)
-
-    def split(batch: Graphs, n_parts: int) -> Any:
-        gc.collect()
-        alive.extend(one() is not None for one in held)
-        return parts_of(batch, n_parts)
-
-    run = on_graphs(split=split, loss_weight=n_graphs)
-    run.model = Holds()
-    run.run(UNEQUAL)
-    assert alive
-    assert not any(alive)
 
 
 @dataclass

@@ -13,13 +13,6 @@ from lightning_memtools.reporting.strategies import strategy_family, why_unsuppo
 @pytest.mark.parametrize(
     ("strategy", "family"),
     [
-        (ours.SingleDeviceStrategy, "SingleDevice"),
-        (ours.DDPStrategy, "DDP"),
-        (ours.FSDPStrategy, "FSDP"),
-        (ours.ModelParallelStrategy, "ModelParallel"),
-        (ours.DeepSpeedStrategy, "DeepSpeed"),  # inherits from DDPStrategy
-        (XLAStrategy, "XLA"),  # likewise
-        (SingleDeviceXLAStrategy, "XLA"),
         (type("Mine", (ours.DeepSpeedStrategy,), {}), "DeepSpeed"),
         (type("FSDPStrategy", (), {}), "FSDP"),  # of another package
         (type("NobodyKnows", (), {}), "unknown"),

@@ -101,19 +101,6 @@ def test_a_large_buffer_that_no_step_writes_costs_memory_in_the_first_step_only(
         assert differences(before, copies(net)) == []
 
 
-def test_a_large_buffer_that_was_written_once_stays_kept():
-    net = Large()
-    keeper = BufferKeeper(net)
-    keeper.keep()
-    net.queue.add_(1)
-    for _ in range(3):
-        keeper.keep()  # steps that leave it alone
-    before = copies(net)
-    net.queue.add_(1)
-    keeper.restore()
-    assert differences(before, copies(net)) == []
-
-
 def test_a_late_first_write_to_a_large_buffer_is_named_and_kept_from_then_on():
     net = Large()
     keeper = BufferKeeper(net)

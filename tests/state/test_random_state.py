@@ -42,14 +42,3 @@ def test_a_state_comes_back_from_a_file_that_holds_no_code():
     assert again == state
     again.restore()
     assert RandomState.now() == state
-
-
-def test_a_kept_half_of_a_pair_is_part_of_the_state():
-    """It is not in the generator's memory, by which a state is known to be the same."""
-    np.random.seed(0)  # noqa: NPY002, the global stream is meant
-    np.random.randn()  # noqa: NPY002
-    with_half = RandomState.now()
-    other = np.random.randn()  # noqa: NPY002
-    assert RandomState.now() != with_half
-    with_half.restore()
-    assert np.random.randn() == other  # noqa: NPY002

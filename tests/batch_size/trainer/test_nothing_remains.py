@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.batch_size.trainer.trial_runner import TrialRunner
 from lightning_memtools.callbacks.batch_size_tuner import tune_batch_size
 from lightning_memtools.memory.sizes import MIB
 from tests.lightning_models import assert_same_bits, trainer
@@ -65,25 +64,6 @@ def test_a_search_without_a_fit_restores_everything(tmp_path):
         assert "spied" not in "".join(path.read_text() for path in tmp_path.rglob("metrics.csv"))
         run.fit(model, DataLoader(Data(), result.sizes["train"]))
         assert spy.steps == run.global_step > 0
-
-
-def test_every_trial_frees_what_it_has_allocated(tmp_path, monkeypatch):
-    allocated = []
-    original = TrialRunner.run
-
-    def run(runner, *arguments, **options):
-        reader = VirtualDevice.current()
-        before = reader.stats()
-        trial = original(runner, *arguments, **options)
-        after = reader.stats()
-        allocated.append((trial.outcome, before.allocated, after.allocated, after.reserved - before.reserved))
-        return trial
-
-    monkeypatch.setattr(TrialRunner, "run", run)
-    fit(tmp_path, Tuner(init_val=100, max_trials=5))
-    assert "out of memory" in {outcome for outcome, *_ in allocated}
-    assert "fits" in {outcome for outcome, *_ in allocated}
-    assert all(before == after and grown <= 0 for _, before, after, grown in allocated)
 
 
 def test_an_error_that_is_not_about_memory_is_raised_unchanged(tmp_path, monkeypatch):

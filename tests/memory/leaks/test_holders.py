@@ -87,17 +87,6 @@ def test_a_global_and_a_default_argument():
 
 
 @pytest.mark.usefixtures("quick_collections")
-def test_the_nearest_object_with_a_name_is_reported():
-    model = Model()
-    recorder = Recorder()
-    recorder.kept.append(new())
-    model.recorder = recorder
-    both = {id(recorder): "Recorder"} | names_of_modules(model)
-    holder = find_holder(recorder.kept[0], both)
-    assert holder.path == "Recorder.kept[0]"
-
-
-@pytest.mark.usefixtures("quick_collections")
 def test_if_no_holder_has_a_name_the_outermost_object_is_reported():
     def hidden():
         recorder = Recorder()
@@ -124,13 +113,3 @@ def test_the_callers_own_containers_are_ignored():
     assert find_holder(new(), {}, ignore=(found,)) is None
     holder = find_holder(found[0], names_of_modules(model), ignore=(found,))
     assert holder.path == "Model.last"
-
-
-def test_a_known_dict_is_no_modules_globals():
-    history, tensor = {}, new()
-    history[0, 1] = [new(), tensor]
-    holder = find_holder(tensor, {id(history): "history in main (run.py:7)"})
-    assert holder.path == "history in main (run.py:7)[(0, 1)][1]"
-    assert holder.container_path == "history in main (run.py:7)"
-    assert holder.container is history
-    assert any(held is tensor for held in holder.holds())

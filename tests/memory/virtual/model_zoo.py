@@ -14,24 +14,6 @@ from tests.checkpointing.models import SMALL
 Make = Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]
 
 
-class Gru(nn.Module):
-    """A recurrent cell, unrolled by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(10, 20)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = x.new_zeros(x.shape[0], 20)
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-        return state
-
-
-def gru_cell() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Gru(), (torch.randn((5, 4, 10)),)
-
-
 class Checkpointed(nn.Module):
     """Two segments, recomputed in backward; one kind of checkpoint each."""
 
@@ -72,7 +54,7 @@ def same(name: str) -> Make:
 
 
 PLAIN: dict[str, Make] = {name: same(name) for name in ("conv_bn_relu", "encoder")}
-PLAIN |= {make.__name__: make for make in (gru_cell, checkpointed, autocast)}
+PLAIN |= {make.__name__: make for make in (checkpointed, autocast)}
 
 
 def train_step(model: nn.Module, inputs: tuple[torch.Tensor, ...], optimizer: torch.optim.Optimizer | None) -> Any:
