@@ -74,7 +74,7 @@ class StepListener:
     """Provides the batches of a run, and is notified when a phase of a step begins. This base class has no batches."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """Called when a phase of a step begins: "inputs", "forward", "backward", "clip", "optimizer" or "outputs"."""
+        """Called when a phase of a step begins: "inputs", "forward", "backward", "clip" or "optimizer"."""
 
     def next_batch(self) -> Any:
         """Return the next batch, in host memory."""
