@@ -103,8 +103,8 @@ def simulated(
             stack.enter_context(borrowed(model, exchange))
         _skip_checks(model)
         stack.enter_context(ReplacedFunctions(replaced))
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
+        # Weights of recurrent layers move into another buffer, and what they leave is free.
+        exchange.forget_memory()
         device.track(model)
         yield known
 

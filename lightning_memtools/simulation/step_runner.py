@@ -66,7 +66,7 @@ class Recipe:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype to convert parameters and floating-point inputs to; None to leave them as they are."""
+        """The dtype to convert the model's floating-point tensors to; None to leave them as they are."""
         return _TRUE_PRECISIONS.get(self.precision)
 
 
@@ -322,13 +322,12 @@ def has_step(module: nn.Module, name: str) -> bool:
     return step is not None and (name == "predict_step" or not inherited)
 
 
-def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return an uninitialized copy of a batch on the CPU. If `dtype` is given, floating-point tensors get it."""
+def copy_of_batch(batch: Any) -> Any:
+    """Return an uninitialized copy of a batch on the CPU. Values that are known are known of the copy, too."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
         )
         note_values(made, tensor)
         return made

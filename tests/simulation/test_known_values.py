@@ -34,7 +34,7 @@ class Subclass(Tensor):
 def as_traced(function, *given):
     """The result of a function on fake tensors, its tensors as their shapes; and what was assumed."""
     with values_known() as known, simulated(nn.Identity(), VirtualDevice(), TensorExchange(), cuda=False):
-        out = function(*copy_of_batch(given, None))
+        out = function(*copy_of_batch(given))
         return map_tensors(out, lambda one: one.shape) if not isinstance(out, Tensor) else out.shape, list(
             known.assumed
         )
