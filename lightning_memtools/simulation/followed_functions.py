@@ -32,7 +32,6 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
         values: The values of fake tensors, as far as they are known.
         replaced: Replacements that exist already. They are called in place of the originals.
     """
-
     # torch's kernels for packed sequences read lengths without an operator.
     readers: dict[Any, Callable[..., Any]] = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
     for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):

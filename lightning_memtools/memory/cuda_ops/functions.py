@@ -56,10 +56,9 @@ class ReplacedFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is not torch.device:
-            if any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device")):
-                args = tuple("cpu" if _names_cuda(one) else one for one in args)
-                kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
+        if func is not torch.device and (any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device"))):
+            args = tuple("cpu" if _names_cuda(one) else one for one in args)
+            kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
         return self._replacements.get(func, func)(*args, **kwargs)
 
 
