@@ -30,7 +30,6 @@ from lightning_memtools.memory.reachable_variables import (
     values_named_in_steps,
     variables_of_hooks,
 )
-from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.state.random_state import generator_state, set_generator_state
 from lightning_memtools.state.state_snapshot import restorer_of_dict
@@ -181,11 +180,8 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 def _keep_state(thing: Any, undo: ExitStack) -> None:
     """Have `undo` reset `thing`: restore a random generator's state, or clear the cache of a cached function."""
     if isinstance(thing, CachedFunction):
-        code = getattr(thing.__wrapped__, "__code__", None)
-        # Torch's own caches hold no tensors of a step.
-        if code is None or owner_of(code.co_filename) in ("user", "installed"):
-            n_misses = thing.cache_info().misses
-            undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
+        n_misses = thing.cache_info().misses
+        undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
     elif (state := generator_state(thing)) is not None:
         undo.callback(set_generator_state, thing, state)
 

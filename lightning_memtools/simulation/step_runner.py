@@ -23,6 +23,7 @@ from lightning_memtools._lightning import (
     attach,
     begin_training,
     count_as,
+    part_of_lightning,
     refuse_other_package,
     watch_updates,
 )
@@ -317,9 +318,7 @@ def is_lightning_module(model: object) -> bool:
 
 def has_step(module: nn.Module, name: str) -> bool:
     """Return whether a LightningModule overrides the step `name`; True for "predict_step", which has a default."""
-    step = getattr(module, name, None)
-    inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
-    return step is not None and (name == "predict_step" or not inherited)
+    return name == "predict_step" or part_of_lightning("utilities.model_helpers").is_overridden(name, module)
 
 
 def copy_of_batch(batch: Any) -> Any:
