@@ -81,7 +81,7 @@ BUDGETS = {
     "_torch.py": 791,
     REST: 141,
     "the library": 34497,
-    "tests": 30391,
+    "tests": 30395,
     "benchmarks": 3997,
     "benchmarks' JSON": 1469,
     "words in docs": 27302,
