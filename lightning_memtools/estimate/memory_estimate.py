@@ -19,7 +19,7 @@ class PeakPlace:
 
     Attributes:
         step: The step, counted from 1; 0 before the first.
-        phase: setup, inputs, forward, backward, clip, optimizer, or outputs.
+        phase: setup, inputs, forward, backward, clip or optimizer.
         module: The path of the module that allocated; in backward, of the module whose gradients are computed.
         operation: The operator that allocated, such as "aten.convolution_backward"; empty if no operator did.
     """

@@ -107,14 +107,8 @@ def _saved_bytes(recorder: AllocationRecorder) -> dict[str, int]:
     if not begins:
         return {}
     begin = begins[0]
-    end = next(
-        (
-            event
-            for event, step, phase in recorder.marks
-            if event >= begin and phase in {"backward", "outputs"} and step == last
-        ),
-        len(recorder.allocated),
-    )
+    marks = (event for event, step, phase in recorder.marks if event >= begin and (step, phase) == (last, "backward"))
+    end = next(marks, len(recorder.allocated))
     found: Counter[str] = Counter()
     for one in recorder.allocations.values():
         if begin <= one.born and one.lives_at(end - 1) and _part_of(one) == "activations":

@@ -2,9 +2,8 @@
 
 Nothing is copied. The references that a module, its submodules and the plain objects and containers in them hold are
 saved, and tensors among them are exchanged for fake ones of the same size. Putting the saved references back undoes
-everything that a step did to those attributes. Two kinds of references outside of the objects are treated alike: those
-in containers that a module's class holds, and variables that hooks of modules can reach. So what hooks note of a traced
-step is forgotten.
+everything that a step did to those attributes. Variables that hooks of modules can reach are treated alike, so what
+hooks note of a traced step is forgotten. Containers that a class holds are not searched.
 
 Random generators that the objects hold, or that the code of a step names, continue from where they were. Functions of
 `functools.lru_cache` that this code names are cleared if a result was added, since it may hold fakes.
@@ -31,7 +30,6 @@ from lightning_memtools.memory.reachable_variables import (
     values_named_in_steps,
     variables_of_hooks,
 )
-from lightning_memtools.memory.user_code import owner_of
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.state.random_state import generator_state, set_generator_state
 from lightning_memtools.state.state_snapshot import restorer_of_dict
@@ -42,7 +40,6 @@ _OPAQUE = (
     *(ModuleType, FunctionType, MethodType, BuiltinFunctionType, threading.Thread, partial),
 )
 _CONTAINERS = (dict, list, deque, set)
-_LIBRARIES = {"builtins", "torch", "lightning", "pytorch_lightning"}
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -124,7 +121,6 @@ def borrowed(model: nn.Module, exchange: MakeTensor) -> Iterator[None]:
             if isinstance(thing, nn.Module):
                 if type(thing) not in kinds:
                     kinds.add(type(thing))
-                    queue.extend(_containers_of_class(type(thing)))
                     for value in values_named_in_steps(type(thing)):
                         _keep_state(value, undo)
                 for variable in variables_of_hooks(thing):
@@ -186,20 +182,10 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 def _keep_state(thing: Any, undo: ExitStack) -> None:
     """Have `undo` reset `thing`: restore a random generator's state, or clear the cache of a cached function."""
     if isinstance(thing, CachedFunction):
-        code = getattr(thing.__wrapped__, "__code__", None)
-        # Torch's own caches hold no tensors of a step.
-        if code is None or owner_of(code.co_filename) in ("user", "installed"):
-            n_misses = thing.cache_info().misses
-            undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
+        n_misses = thing.cache_info().misses
+        undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
     elif (state := generator_state(thing)) is not None:
         undo.callback(set_generator_state, thing, state)
-
-
-def _containers_of_class(kind: type) -> list[Any]:
-    """Return the class attributes of `kind` that are containers such as lists, except those of library classes."""
-    mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
-    values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
-    return [value for value in values if isinstance(value, _CONTAINERS)]
 
 
 def _container(thing: Any) -> Any:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
-from itertools import groupby
 from typing import Any, Self
 
 import torch
@@ -15,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_memtools._torch import (
     PACK_PADDED,
     PAD_PACKED,
-    FakeTensor,
     tree_leaves,
     without_dispatch_modes,
 )
@@ -34,22 +32,13 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
         values: The values of fake tensors, as far as they are known.
         replaced: Replacements that exist already. They are called in place of the originals.
     """
-
-    def reader(function: Any, read: Callable[..., Any]) -> Callable[..., Any]:
-        original = replaced.get(function, function)
-
-        def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (read if isinstance(tensor, FakeTensor) else original)(tensor, *args, **kwargs)
-
-        return run
-
     # torch's kernels for packed sequences read lengths without an operator.
     readers: dict[Any, Callable[..., Any]] = {PACK_PADDED: partial(_pack, values), PAD_PACKED: partial(_pad, values)}
     for layer in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
         readers[layer] = partial(_run, values, replaced.get(layer, layer))
     for read in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
         readers[read] = lambda tensor, *_args, read=read, **_options: values.find(read, (tensor,), {})
-    return {function: reader(function, read) for function, read in readers.items()}
+    return readers
 
 
 class FollowedValues(TorchFunctionMode):
@@ -139,57 +128,25 @@ def _holds_nothing(value: Any) -> bool:
 _computes_nothing = cache(computes_nothing)
 
 
-class _PackedSequences(torch.autograd.Function):
-    """Packs padded sequences as torch does (PackedSequence.cpp), given the number of sequences at each time step."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, sizes: list[int], batch_first: bool) -> Tensor:
-        """Return the rows of all time steps, concatenated, without padding. `sizes` has the rows per time step."""
-        steps = source.transpose(0, 1) if batch_first else source
-        ctx.shape, ctx.batch_first = steps.shape, batch_first
-        parts = [
-            steps[first:last, :n].contiguous().view(-1, *steps.shape[2:]) for first, last, n in _runs_of_equal(sizes)
-        ]
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return a gradient with the shape of the padded input. Fake tensors have no values, so it is all zeros."""
-        out = gradients[0].new_zeros(ctx.shape)
-        return (out.transpose(0, 1) if ctx.batch_first else out), None, None
-
-
-def _runs_of_equal(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, number of sequences) for each run of time steps with the same number of sequences."""
-    first = 0
-    for size, run in groupby(sizes):
-        last = first + len(list(run))
-        yield first, last, size
-        first = last
-
-
 def _pack(values: KnownValues, source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Select the rows of all time steps, without padding. torch copies them first, for which this holds no memory."""
     known = values.read(lengths)
     with without_dispatch_modes():
-        sizes: list[int] = [int((known > step).sum()) for step in range(int(known.max()))]
-    packed: Tensor = _PackedSequences.apply(source, sizes, batch_first)  # type: ignore[no-untyped-call]
-    return packed, torch.tensor(sizes)
+        is_there = torch.arange(int(known.max()))[:, None] < known
+        sizes = is_there.sum(1).tolist()
+    steps = source.transpose(0, 1) if batch_first else source
+    return steps[: len(sizes)][values.new(is_there, source)], torch.tensor(sizes)
 
 
 def _pad(values: KnownValues, source: Tensor, batch_sizes: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     batch_first, padding_value, total_length = options
     known = values.read(batch_sizes)
     with without_dispatch_modes():
-        sizes: list[int] = known.tolist()
-    length = max(total_length, len(sizes))
-    out = source.new_full((length, sizes[0], *source.shape[1:]), padding_value)
-    offset = 0
-    for first, last, n in _runs_of_equal(sizes):
-        rows = source[offset : offset + (last - first) * n]
-        out[first:last, :n].copy_(rows.view(last - first, n, *source.shape[1:]))
-        offset += (last - first) * n
-    lengths = torch.tensor([sum(n > at for n in sizes) for at in range(sizes[0])])
-    return (out.transpose(0, 1) if batch_first else out), lengths
+        is_there = torch.arange(int(known[0])) < known[:, None]
+        lengths = is_there.sum(0).tolist()
+    out = source.new_full((max(total_length, len(known)), len(lengths), *source.shape[1:]), padding_value)
+    out[: len(known)][values.new(is_there, source)] = source
+    return (out.transpose(0, 1) if batch_first else out), torch.tensor(lengths)
 
 
 def _run(values: KnownValues, function: Callable[..., Any], source: Tensor, sizes: Any, *args: Any) -> Any:

@@ -330,20 +330,6 @@ def _ctc_loss(values: KnownValues, call: FollowedCall) -> Any:
     return log_probs.new_empty([n_sequences]), log_probs.new_empty([n_sequences, n_steps, 2 * longest + 1])
 
 
-def _least_squares(_values: KnownValues, call: FollowedCall) -> Any:
-    """Return fakes of the results of `lstsq`. As with CUDA's only driver, rank and singular values are empty."""
-    left, right = call.args[:2]
-    if not isinstance(left, FakeTensor):  # PyTorch's own code runs
-        return NotImplemented
-    *batch, m, n = left.shape
-    is_vector = right.dim() == 1 or (left.dim() - 1 == right.dim() and right.shape == left.shape[:-1])
-    of_right = [] if is_vector else [right.shape[-1]]
-    residuals = [*batch, *of_right] if m > n else [0]
-    shapes = ([*batch, n, *of_right], residuals, [0], [0])
-    dtypes = (left.dtype, left.dtype, torch.int64, left.dtype)
-    return tuple(left.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-
-
 def _ones(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
@@ -428,7 +414,6 @@ RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
     "repeat_interleave": _repeated,
     "internal ctc_loss": _ctc_loss,
     "internal ctc_loss_backward": lambda _values, call: torch.empty_like(call.args[1]),
-    "linalg_lstsq": _least_squares,
     "uniform_": _drawn,
     # Of boxes that overlap, the best ones. Boxes whose corners all differ are apart.
     "nms": partial(_shaped, _all_differ, "no boxes overlap"),

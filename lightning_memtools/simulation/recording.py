@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +73,8 @@ class AllocationRecorder(DeviceListener):
         self.allocated: list[int] = []
         self.marks: list[tuple[int, int, str]] = [(0, -1, "setup")]
         self._allocator = allocator
-        # The modules that forward entered, each with the sequence number of the next autograd node at that moment.
-        self._numbers: list[int] = []
-        self._places: list[str] = []
+        # By the sequence number of the next autograd node: the module that was entered or left last before it.
+        self._places: dict[int, str] = {}
 
     @property
     def peak(self) -> int:
@@ -97,19 +95,12 @@ class AllocationRecorder(DeviceListener):
 
     def on_module(self, place: str) -> None:
         """Record that the module named `place` begins to run. The operators that follow belong to it."""
-        number = autograd_sequence_number()
-        if self._numbers and self._numbers[-1] == number:
-            self._places[-1] = place
-        elif not self._numbers or number > self._numbers[-1]:
-            self._numbers.append(number)
-            self._places.append(place)
+        self._places[autograd_sequence_number()] = place
 
     def place_of_node(self, number: int | None) -> str | None:
         """Return the name of the module whose forward created the autograd node `number`; None if unknown."""
-        if number is None:
-            return None
-        index = bisect_right(self._numbers, number) - 1
-        return self._places[index] if index >= 0 else None
+        before = [one for one in self._places if number is not None and one <= number]
+        return self._places[max(before)] if before else None
 
     def on_allocation(self, block: Block, category: Category | None, module: str) -> None:
         """Record that a block was allocated, with the category of its contents and the module they belong to."""

@@ -18,6 +18,7 @@ from lightning_memtools._torch import (
 )
 from lightning_memtools.memory.cuda_ops.attention import FUSED_ATTENTION
 from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
+from lightning_memtools.memory.cuda_ops.recurrent import CUDNN
 from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS
 from lightning_memtools.memory.cuda_ops.rules import RULES, Call, Rule
 from lightning_memtools.memory.gc_frozen import gc_frozen
@@ -95,15 +96,15 @@ def simulated(
         replaced |= value_readers(known, replaced)
         device.run_operators_by(RepeatedFakes(mode, known).run)
         stack.enter_context(fakes_copied_deeply())
-        device.apply_rules({**_FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION} if cuda else {})})
+        device.apply_rules({**_FAKE_RULES, **({**RULES, **REDUCTIONS, **FUSED_ATTENTION, **CUDNN} if cuda else {})})
         stack.enter_context(without_sharding_hooks(model))
         stack.enter_context(device)
         with device.host():
             stack.enter_context(borrowed(model, exchange))
         _skip_checks(model)
-        stack.enter_context(ReplacedFunctions(replaced, is_on_cuda=cuda))
-        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
-            exchange.forget_memory()  # the weights move into another buffer, and what they leave is free
+        stack.enter_context(ReplacedFunctions(replaced))
+        # Weights of recurrent layers move into another buffer, and what they leave is free.
+        exchange.forget_memory()
         device.track(model)
         yield known
 

@@ -23,6 +23,7 @@ from lightning_memtools._lightning import (
     attach,
     begin_training,
     count_as,
+    part_of_lightning,
     refuse_other_package,
     watch_updates,
 )
@@ -66,7 +67,7 @@ class Recipe:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype to convert parameters and floating-point inputs to; None to leave them as they are."""
+        """The dtype to convert the model's floating-point tensors to; None to leave them as they are."""
         return _TRUE_PRECISIONS.get(self.precision)
 
 
@@ -74,7 +75,7 @@ class StepListener:
     """Provides the batches of a run, and is notified when a phase of a step begins. This base class has no batches."""
 
     def begin(self, phase: str, step: int | None = None) -> None:
-        """Called when a phase of a step begins: "inputs", "forward", "backward", "clip", "optimizer" or "outputs"."""
+        """Called when a phase of a step begins: "inputs", "forward", "backward", "clip" or "optimizer"."""
 
     def next_batch(self) -> Any:
         """Return the next batch, in host memory."""
@@ -317,18 +318,15 @@ def is_lightning_module(model: object) -> bool:
 
 def has_step(module: nn.Module, name: str) -> bool:
     """Return whether a LightningModule overrides the step `name`; True for "predict_step", which has a default."""
-    step = getattr(module, name, None)
-    inherited = getattr(step, "__module__", None) in {"lightning.pytorch.core.module", "pytorch_lightning.core.module"}
-    return step is not None and (name == "predict_step" or not inherited)
+    return name == "predict_step" or part_of_lightning("utilities.model_helpers").is_overridden(name, module)
 
 
-def copy_of_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Return an uninitialized copy of a batch on the CPU. If `dtype` is given, floating-point tensors get it."""
+def copy_of_batch(batch: Any) -> Any:
+    """Return an uninitialized copy of a batch on the CPU. Values that are known are known of the copy, too."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        changed = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=changed, device="cpu", requires_grad=tensor.requires_grad
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
         )
         note_values(made, tensor)
         return made

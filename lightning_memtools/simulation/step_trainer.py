@@ -81,12 +81,6 @@ class PhaseHooks(Callback):
         if trainer.gradient_clip_val:
             self._begin("clip")
 
-    def on_validation_batch_end(self, *_: Any, **_named: Any) -> None:
-        """Report that the phase "outputs" begins, in which the outputs are freed."""
-        self._begin("outputs")
-
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
-
 
 # The attributes of a Trainer that its loop works with.
 _OF_LOOP = frozenset({

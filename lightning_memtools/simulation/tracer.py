@@ -108,12 +108,12 @@ class _FakeSteps(StepListener):
 
     def __init__(self, request: StepRequest, device: VirtualDevice) -> None:
         self.device, self.model = device, request.model
-        self._batch, self._dtype = request.batch, request.recipe.dtype
+        self._batch = request.batch
 
     def next_batch(self) -> Any:
         """Return a copy of the batch: fake CPU tensors of the same shapes. Known values are still tracked."""
         with self.device.host():
-            return copy_of_batch(self._batch, self._dtype)
+            return copy_of_batch(self._batch)
 
     def place(self, batch: Any, move: Callable[[Any], Any]) -> Any:
         """Move the batch to the virtual device with `move`, count the memory that it takes there, and return it."""

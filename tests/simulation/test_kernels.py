@@ -135,6 +135,7 @@ MEASURED = [
 def test_the_reserve_space_is_the_measured_one_and_the_workspace_is_near(measured):
     kind, layers, both, hidden, places, dtype, dropout, work, kept = measured
     source = torch.empty(places, 1, 16, dtype=dtype, device="meta")
-    spaces = cudnn_spaces(kind, (hidden, layers, both, False), dropout, source, hidden * (1 + both))
+    mode = {"rnn": 1, "lstm": 2, "gru": 3}[kind]
+    spaces = cudnn_spaces((mode, hidden, 0, layers, False, dropout, True, both), source)
     assert spaces[1] == kept
     assert spaces[0] == pytest.approx(work, rel=0.35)

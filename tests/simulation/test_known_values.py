@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.functional.classification import multiclass_accuracy
 
@@ -34,7 +35,7 @@ class Subclass(Tensor):
 def as_traced(function, *given):
     """The result of a function on fake tensors, its tensors as their shapes; and what was assumed."""
     with values_known() as known, simulated(nn.Identity(), VirtualDevice(), TensorExchange(), cuda=False):
-        out = function(*copy_of_batch(given, None))
+        out = function(*copy_of_batch(given))
         return map_tensors(out, lambda one: one.shape) if not isinstance(out, Tensor) else out.shape, list(
             known.assumed
         )
@@ -65,6 +66,9 @@ FUNCTIONS = {
     "view of what is changed": lambda x, g, m: (g.view(5, 2).add_(1), x[g == 1])[1],
     "sorted": lambda x, g, m: x[: int(torch.sort(g, descending=True)[0][0])],
     "one of a list": lambda x, g, m: [x[: int(one)] for one in g[:4]],
+    "packed, and padded again": lambda x, g, m: pad_packed_sequence(
+        pack_padded_sequence(x.view(2, 5, 4), torch.bincount(g)[:2], batch_first=True), total_length=4
+    ),
     "full_like what is unknown": lambda x, g, m: x[torch.zeros_like(torch.rand(10)) == 0],
 }
 
@@ -139,7 +143,7 @@ def test_lengths_are_read_again_where_a_layer_is_recomputed():
         lstm = nn.LSTM(4, 4, batch_first=True)
 
         def layer(x):
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            packed = pack_padded_sequence(x, lengths, batch_first=True)
             return lstm(packed)[1][0].sum()
 
         checkpoint(layer, x.requires_grad_(), use_reentrant=False).backward()

@@ -20,16 +20,16 @@ from lightning_memtools.memory.virtual.patches import Patches
 class ReplacedFunctions(TorchFunctionMode):
     """Mode that replaces some of torch's functions, even while gradient checkpointing recomputes layers in backward.
 
+    Within it, `.cuda()`, `.to("cuda")` and `device="cuda"` return CPU tensors. In an estimate, CPU tensors stand for
+    CUDA tensors, and torch may have been built without CUDA.
+
     Args:
         replacements: The replacement of each function.
-        is_on_cuda: Whether `.cuda()`, `.to("cuda")` and `device="cuda"` return CPU tensors. In an estimate, CPU
-            tensors stand for CUDA tensors, and torch may have been built without CUDA.
     """
 
-    def __init__(self, replacements: Mapping[Any, Callable[..., Any]], *, is_on_cuda: bool = False) -> None:
+    def __init__(self, replacements: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._replacements = replacements
-        self._is_on_cuda = is_on_cuda
         self._patches = Patches()
 
     def __enter__(self) -> Self:
@@ -52,14 +52,13 @@ class ReplacedFunctions(TorchFunctionMode):
         self._patches.undo()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function or its replacement. With `is_on_cuda`, pass "cpu" in place of any CUDA device."""
+        """Call the function or its replacement, with "cpu" in place of any CUDA device."""
         kwargs = kwargs or {}
-        if self._is_on_cuda and func is not torch.device:
-            if func is torch.Tensor.cuda:
-                return args[0]
-            if any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device")):
-                args = tuple("cpu" if _names_cuda(one) else one for one in args)
-                kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is not torch.device and (any(map(_names_cuda, args)) or _names_cuda(kwargs.get("device"))):
+            args = tuple("cpu" if _names_cuda(one) else one for one in args)
+            kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
         return self._replacements.get(func, func)(*args, **kwargs)
 
 
@@ -98,13 +97,7 @@ def _rms_norm(
     return _FusedRmsNorm.apply(source, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
 
 
-_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
-    F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,
-    **RECURRENT,
-}
-
-
 def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
     """Return replacements for torch's attention, rms_norm and RNN functions, to allocate memory as on a given GPU."""
-    return _REPLACEMENTS | {F.scaled_dot_product_attention: partial(attention, gpu=gpu)}
+    attend = partial(attention, gpu=gpu)
+    return {F.scaled_dot_product_attention: attend, F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, **RECURRENT}

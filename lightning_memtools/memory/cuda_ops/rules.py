@@ -149,14 +149,6 @@ def fused_cell(call: Call) -> Any:
     return *(call.run(aten.empty_like.default, state) for _ in range(1 + is_lstm)), kept
 
 
-def lstm_cell_backward(call: Call) -> Any:
-    """Return the gradients of an LSTM cell's gates, cell state and biases."""
-    cx, _, kept, has_bias = call.args[2:6]
-    of_gates = call.run(aten.empty_like.default, kept)
-    of_cell = call.run(aten.empty_like.default, cx)
-    return of_gates, of_cell, call.run(aten.sum.dim_IntList, of_gates, [0]) if has_bias else None
-
-
 def gru_cell_backward(call: Call) -> Any:
     """Return the gradients of a GRU cell: input gates, hidden gates, hidden state, input bias and hidden bias."""
     gradient, kept, has_bias = call.args
@@ -166,19 +158,15 @@ def gru_cell_backward(call: Call) -> Any:
 
 
 _MAX = 2  # a mode of bags
-_BAG_ARGUMENTS = (
-    "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset",
-)  # fmt: skip
 
 
 def embedding_bag(call: Call) -> Any:
     """Allocate what embedding_bag returns: output, bag of each index, size of each bag, in "max" mode also indices."""
-    given = {**dict(zip(_BAG_ARGUMENTS, call.args, strict=False)), **call.kwargs}
-    weight, indices, offsets, mode = given["weight"], given["indices"], given["offsets"], given.get("mode", 0)
-    n_bags, width = offsets.numel() - bool(given.get("include_last_offset")), weight.shape[1]
+    weight, indices, offsets = call.args[:3]
+    n_bags, width = offsets.numel() - bool(call.argument(7, "include_last_offset")), weight.shape[1]
     sizes, bags = call.empty([n_bags], indices.dtype), call.empty([indices.numel()], indices.dtype)
-    out = call.empty([n_bags, width], weight.dtype)
-    return out, bags, sizes, call.empty([n_bags, width] if mode == _MAX else [0], indices.dtype)
+    out, is_max = call.empty([n_bags, width], weight.dtype), call.argument(4, "mode") == _MAX
+    return out, bags, sizes, call.empty([n_bags, width] if is_max else [0], indices.dtype)
 
 
 def gradient_sum(call: Call) -> Any:
@@ -221,7 +209,6 @@ RULES: dict[Any, Rule] = {
     aten.logsumexp.default: logsumexp,
     aten.log_sigmoid_forward.default: log_sigmoid,
     aten._thnn_fused_lstm_cell.default: fused_cell,
-    aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
     aten._thnn_fused_gru_cell.default: fused_cell,
     aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
     aten._embedding_bag.default: embedding_bag,
