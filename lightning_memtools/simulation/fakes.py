@@ -2,8 +2,9 @@
 
 Nothing is copied. The references that a module, its submodules and the plain objects and containers in them hold are
 saved, and tensors among them are exchanged for fake ones of the same size. Putting the saved references back undoes
-everything that a step did to those attributes. Variables that hooks of modules can reach are treated alike, so what
-hooks note of a traced step is forgotten. Containers that a class holds are not searched.
+everything that a step did to those attributes. Two kinds of references outside of the objects are treated alike: those
+in containers that a module's class holds, and variables that hooks of modules can reach. So what hooks note of a traced
+step is forgotten.
 
 Random generators that the objects hold, or that the code of a step names, continue from where they were. Functions of
 `functools.lru_cache` that this code names are cleared if a result was added, since it may hold fakes.
@@ -40,6 +41,7 @@ _OPAQUE = (
     *(ModuleType, FunctionType, MethodType, BuiltinFunctionType, threading.Thread, partial),
 )
 _CONTAINERS = (dict, list, deque, set)
+_LIBRARIES = {"builtins", "torch", "lightning", "pytorch_lightning"}
 _MAX_OBJECTS = 1_000_000
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
@@ -121,6 +123,7 @@ def borrowed(model: nn.Module, exchange: MakeTensor) -> Iterator[None]:
             if isinstance(thing, nn.Module):
                 if type(thing) not in kinds:
                     kinds.add(type(thing))
+                    queue.extend(_containers_of_class(type(thing)))
                     for value in values_named_in_steps(type(thing)):
                         _keep_state(value, undo)
                 for variable in variables_of_hooks(thing):
@@ -186,6 +189,13 @@ def _keep_state(thing: Any, undo: ExitStack) -> None:
         undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())
     elif (state := generator_state(thing)) is not None:
         undo.callback(set_generator_state, thing, state)
+
+
+def _containers_of_class(kind: type) -> list[Any]:
+    """Return the class attributes of `kind` that are containers such as lists, except those of library classes."""
+    mine = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _LIBRARIES]
+    values = [value for base in mine for name, value in vars(base).items() if not name.startswith("__")]
+    return [value for value in values if isinstance(value, _CONTAINERS)]
 
 
 def _container(thing: Any) -> Any:

@@ -352,6 +352,16 @@ def _drawn(values: KnownValues, call: FollowedCall) -> Any:
     return out
 
 
+def _succeeds(values: KnownValues, call: FollowedCall) -> Any:
+    """Run a factorization. Assume that it succeeds: its last result, which says where it failed, is 0."""
+    out = call.func(*call.args, **call.kwargs)
+    if values.of(out[-1]) is None:
+        with without_dispatch_modes():
+            zeros = torch.zeros(out[-1].shape, dtype=out[-1].dtype)
+        values.know(out[-1], zeros, is_assumed=True)
+    return out
+
+
 # What is computed of values that are not known.
 
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
@@ -415,6 +425,7 @@ RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
     "internal ctc_loss": _ctc_loss,
     "internal ctc_loss_backward": lambda _values, call: torch.empty_like(call.args[1]),
     "uniform_": _drawn,
+    **dict.fromkeys(("linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu_factor_ex", "linalg_solve_ex"), _succeeds),
     # Of boxes that overlap, the best ones. Boxes whose corners all differ are apart.
     "nms": partial(_shaped, _all_differ, "no boxes overlap"),
 }

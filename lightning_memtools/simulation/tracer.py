@@ -164,6 +164,10 @@ def _on_fake_tensors(request: StepRequest, steps: _FakeSteps, *, hooks: bool = T
         )
         try:
             yield known
+        except Exception as error:
+            for what in known.assumed:  # it may be the reason, as where a step asserts what nobody computed
+                error.add_note(f"Assumed at {what}.")
+            raise
         finally:
             steps.forget()
 

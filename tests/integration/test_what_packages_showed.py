@@ -178,6 +178,21 @@ def test_an_optimizer_that_wraps_another_is_left_alone_by_an_estimate():
     assert torch.equal(before, net.weight)
 
 
+def test_factorizations_succeed_in_an_estimate_and_an_error_says_what_was_assumed():
+    def loss(model, x):
+        factor, failed = torch.linalg.cholesky_ex(model(x).T @ model(x))
+        assert not failed.any()
+        assert sum_is_small or not bool(factor.sum() > 0)
+        return factor.sum()
+
+    sum_is_small = True
+    assert estimate_memory(nn.Linear(4, 4), torch.ones(8, 4), step=loss).peak_allocated > 0
+    sum_is_small = False
+    with pytest.raises(AssertionError) as caught:
+        estimate_memory(nn.Linear(4, 4), torch.ones(8, 4), step=loss)
+    assert any("Assumed at" in note and "is True" in note for note in caught.value.__notes__)
+
+
 class Labelled(torch.Tensor):
     """As PINA's: a new one is made of any tensor, and its own methods want the labels that a view does not have."""
 

@@ -7,6 +7,7 @@ import copy
 import gc
 import random
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from tests.estimate.networks import mlp, total
 
 class Keeps(nn.Module):
     """Changes itself at every call, in every way that a user might."""
+
+    of_all: ClassVar[list[torch.Tensor]] = [torch.ones(2)]
+    latest: ClassVar[dict[str, torch.Tensor]] = {}
 
     def __init__(self):
         super().__init__()
@@ -46,6 +50,8 @@ class Keeps(nn.Module):
         self.queue.append(hidden)
         self.pair = (hidden, "other")
         self.names.add("b")
+        self.of_all.append(hidden)
+        self.latest["hidden"] = hidden
         self.helper.count += 1
         self.helper.total = self.helper.total + hidden.sum().detach()
         self.metric.update(hidden.detach().mean())
@@ -86,6 +92,9 @@ def test_the_module_is_left_exactly_as_it_was():
     streams = RandomState.now()
     estimate_memory(model, rows, step=total, optimizer=torch.optim.Adam, precision="bf16-mixed")
     assert everything(model) == before
+    assert len(Keeps.of_all) == 1
+    assert type(Keeps.of_all[0]) is torch.Tensor
+    assert Keeps.latest == {}
     assert model.gone == "still here"
     assert model.helper.count == 0
     assert model.by_name["deep"] == [{"er": 1}]
@@ -101,7 +110,7 @@ def test_the_module_is_left_exactly_as_it_was():
 def test_tensors_are_fake_wherever_they_are_held():
     def held(model):
         yield from (model.constant, model.by_name["last"], model.queue[0], model.pair[0], model.helper.total)
-        yield from (model.nested["a"][0][0], model.nested["b"][0], model.layer.weight)
+        yield from (model.nested["a"][0][0], model.nested["b"][0], model.layer.weight, model.of_all[0])
 
     model = Keeps()
     before = list(held(model))
