@@ -75,7 +75,6 @@ class MemoryEstimate:
         modules: Every module of the model, in its order.
         holders: What holds the memory at the peak: category, module, line of code and bytes, largest first. They add
             up to ``peak_allocated``.
-        step_peaks: ``peak_allocated`` of each step.
         trace: All requests of the steps to the allocator.
         begin: The number of events in ``trace`` before the first step, while the model is put on the device.
         batch_size: The first dimension of the batch's first tensor; None without such a tensor.
@@ -92,7 +91,6 @@ class MemoryEstimate:
     parameter_bytes: int
     modules: tuple[ModuleMemory, ...] = field(repr=False)
     holders: tuple[PeakHolder, ...] = field(repr=False)
-    step_peaks: tuple[int, ...]
     trace: AllocationTrace = field(repr=False)
     begin: int = field(repr=False)
     batch_size: int | None

@@ -47,7 +47,6 @@ def read_estimate(traced: Traced, request: StepRequest, retrace: Callable[[int],
         parameter_bytes=traced.parameter_bytes,
         modules=_modules(traced, model, holders),
         holders=holders,
-        step_peaks=_step_peaks(recorder),
         begin=next((event for event, _, phase in recorder.marks if phase == "inputs"), 0),
         batch_size=batch_size_in(request.batch),
         notes=traced.notes,
@@ -139,15 +138,3 @@ def _line_of(one: Allocation) -> str:
     if one.step < 0 or one.kind == WORKSPACE or one.line is None:
         return ""
     return one.line.described if isinstance(one.line, CodeLine) else one.line
-
-
-def _step_peaks(recorder: AllocationRecorder) -> tuple[int, ...]:
-    starts: dict[int, int] = {}
-    for event, step, _ in recorder.marks:
-        if step >= 0:
-            starts.setdefault(step, event)
-    ends = [*list(starts.values())[1:], len(recorder.allocated)]
-    return tuple(
-        max(recorder.allocated[max(0, start - 1) : end], default=0)
-        for start, end in zip(starts.values(), ends, strict=True)
-    )

@@ -8,8 +8,6 @@ from lightning_memtools.memory.peaks import MemoryPoint, Phase, Stage
 from lightning_memtools.memory.sizes import to_gib
 from lightning_memtools.memory.stats import MemoryStats
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "inputs", "other")
-
 
 def _gib(n_bytes: int | None) -> float | None:
     return None if n_bytes is None else to_gib(n_bytes)

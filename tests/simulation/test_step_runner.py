@@ -58,7 +58,6 @@ def test_every_stage_runs_its_own_step(stage, name):
     made = estimate_memory(module, BATCH, stage=stage)
     assert seen == [(False, False, 0), (False, False, 1)]
     assert made.gradient_count == 0
-    assert made.step_peaks[1] == made.peak_allocated
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("16-true", torch.float16)])
