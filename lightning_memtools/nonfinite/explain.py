@@ -205,8 +205,6 @@ class PriorTensor:
     may_be_infinite: bool  # whether infinities in it are intended, as in masks and bounds
 
 
-UNKNOWN = PriorTensor("elsewhere", "a tensor from elsewhere", may_be_infinite=True)
-
 Leaves = Mapping[int, PriorTensor]
 """The tensors that existed before a step, by the key of their storage."""
 
@@ -240,7 +238,7 @@ class BadValueRoot:
         """True if this is an Inf that is likely intended: a constant in the code, or a value in a mask or bound."""
         if self.leaf is not None:
             return self.leaf.may_be_infinite
-        return self.event.constant and not self.event.gives_nan
+        return self.event.constant and not any(self.event.outputs.values())  # no NaN
 
 
 def find_bad_value_root(events: Sequence[BadOperation], start: Iterable[int], leaves: Leaves) -> BadValueRoot | None:
@@ -327,7 +325,12 @@ def _slice_back(
             if writer is not None:
                 waiting.append((writer, event.inputs[key]))
                 continue
-            leaf, user = leaves.get(key, UNKNOWN), _first_use(events, event)
+            if key not in leaves and event.operation in {"aten.fill_", "aten.index_put_"}:
+                # No operator makes the tensor of a number that code writes, as in x[0] = nan.
+                roots.append(BadValueRoot(replace(event, constant=True)))
+                continue
+            unknown = PriorTensor("elsewhere", "a tensor from elsewhere", may_be_infinite=True)
+            leaf, user = leaves.get(key, unknown), _first_use(events, event)
             is_batch = leaf.origin == "batch"
             is_meant = not event.inputs[key] and (not is_batch or user.backward or _masks(user))
             roots.append(BadValueRoot(event, leaf if is_meant else replace(leaf, may_be_infinite=False)))

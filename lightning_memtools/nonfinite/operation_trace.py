@@ -77,11 +77,6 @@ class BadOperation:
     finite_when_wide: bool | None = None  # whether it is finite in float64 on the same values; None if not known
     masks: bool = False  # whether it multiplies every NaN by the 0 of a mask of zeros and ones, too late to remove it
 
-    @property
-    def gives_nan(self) -> bool:
-        """True if an output holds NaN."""
-        return any(self.outputs.values())
-
 
 @dataclass(frozen=True, slots=True)
 class _ForwardOperation:
