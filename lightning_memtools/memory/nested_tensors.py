@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
         if isinstance(one, torch.Tensor):
             yield one
         else:
-            stack.extend(reversed(tuple(_visited(_contents(one)))))
+            stack.extend(reversed(tuple(iter(_visited(_contents(one))))))
 
 
 def bytes_in(thing: Any) -> int:
@@ -124,7 +125,8 @@ def _held_by(thing: Any) -> dict[str, Any]:
 
 
 def _visited(items: Collection[Any]) -> Collection[Any]:
-    if len(items) > _LONG and next(tensors_in(next(iter(items))), None) is None:
+    # Not `len`, which a tuple may refuse (e3nn's Irreps do).
+    if length_hint(iter(items)) > _LONG and next(tensors_in(next(iter(items))), None) is None:
         return ()
     return items
 

@@ -95,7 +95,7 @@ class StateSnapshot:
         if isinstance(value, (list, set, deque)):
             return self._record_sequence(value) + self._record_object(value)
         if isinstance(value, (tuple, frozenset)):
-            return _walked(list(value))
+            return _walked(list(iter(value)))  # a tuple may refuse to say its length
         if isinstance(value, types.MethodType):
             return [value.__self__]
         module = type(value).__module__.partition(".")[0]
@@ -141,7 +141,7 @@ class StateSnapshot:
         return _walked(list(dict.values(container)))
 
     def _record_sequence(self, container: Any) -> list[Any]:
-        items = list(container)
+        items = list(iter(container))
 
         def restore() -> None:
             if isinstance(container, list):

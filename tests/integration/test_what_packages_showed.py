@@ -1,4 +1,4 @@
-"""Faults that models of public packages showed (transformers, diffusers, PINA, MONAI), without the package."""
+"""Faults that models of public packages showed (transformers, diffusers, PINA, MONAI, NequIP), without the package."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
-from lightning_memtools.memory.nested_tensors import named_tensors
+from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
 from lightning_memtools.simulation.known_values import values_known
+from lightning_memtools.state.state_snapshot import StateSnapshot
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
 QUIET |= {"enable_progress_bar": False, "enable_model_summary": False, "max_steps": 6}
@@ -191,6 +192,24 @@ def test_factorizations_succeed_in_an_estimate_and_an_error_says_what_was_assume
     with pytest.raises(AssertionError) as caught:
         estimate_memory(nn.Linear(4, 4), torch.ones(8, 4), step=loss)
     assert any("Assumed at" in note and "is True" in note for note in caught.value.__notes__)
+
+
+class Lengthless(tuple[Any, ...]):
+    """As e3nn's Irreps, which modules of NequIP and MACE hold."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_tuple_that_refuses_to_say_its_length_is_searched_and_restored():
+    held = Lengthless((torch.ones(2), "0e"))
+    assert [tensor is held[0] for tensor in tensors_in({"irreps": held})] == [True]
+    snapshot = StateSnapshot([held])
+    held[0].zero_()
+    snapshot.restore()
+    assert held[0].tolist() == [1, 1]
 
 
 class Labelled(torch.Tensor):
