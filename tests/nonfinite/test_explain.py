@@ -110,6 +110,23 @@ def test_a_tensor_that_the_step_writes_and_that_is_no_buffer_is_named_as_such(tm
     assert 'state["mean"]' in found.unrestored
 
 
+class Codebook(Small):
+    """A VQ-VAE's codes: a parameter that the step writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def loss(self, x):
+        self.codes.mul_(0.9).add_(0.1 * x[:, :3].mean(0))
+        return (self.body(x) - self.codes).square().mean() + (x / x.abs().sum(1, keepdim=True)).mean()
+
+
+def test_a_parameter_that_the_step_writes_is_named_as_not_restored(tmp_path):
+    found = explained(Codebook(), bad_data(_set(0.0, ZERO_ROW)), tmp_path)
+    assert (found.cause, found.operation, found.unrestored) == (NonFiniteCause.DOMAIN, "aten.div", ("codes",))
+
+
 def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):
     class Breaks(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
