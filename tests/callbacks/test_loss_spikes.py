@@ -199,6 +199,9 @@ def test_a_spike_is_told_once_and_logged_each_time(tmp_path):
     report = spikes.spikes[0].report
     assert report.name == f"loss-spike-step{AT}-report.md"
     assert f"{spikes.spikes[0].loss:.4g}" in report.read_text()
+    assert (
+        "look at the samples and labels of its batches. If they are right, a lower learning rate" in report.read_text()
+    )
     assert [spike.report for spike in spikes.spikes[1:]] == [None] * 3
     assert texts_of(run.log_dir)["memtools/loss_spike"] == [report.read_text()]
 

@@ -59,12 +59,6 @@ def test_a_mask_that_comes_too_late_is_named_and_no_sample_is_to_be_dropped(loss
     assert "drop" not in str(error)
 
 
-def test_without_a_rerun_a_finite_loss_beside_nan_gives_it_away(tmp_path):
-    error = error_at_halt(Net(where_afterwards), batches(y=targets), tmp_path, explain=False, save_step=False)
-    assert error.cause == NonFiniteCause.LATE_MASK
-    assert "drop" not in str(error)
-
-
 def contrasted(m, batch):
     """After BatchNorm all rows are NaN, and in backward gradients of zeros meet them."""
     rows = F.normalize(F.batch_norm(m.net(batch["x"]), None, None, training=True), dim=1)
@@ -138,17 +132,6 @@ def test_only_the_sample_whose_mask_leaves_nothing_is_named(loss, tmp_path):
     assert error.explanation.samples == (3,)
     assert 'batch["bias"] of batch 2 holds -Inf in 9 of 24 elements, as masks do' in str(error)
     assert "repair" not in str(error)
-
-
-def forbidden_target(m, batch):
-    return F.cross_entropy(m.net(batch["x"]) + batch["bias"], batch["y"])
-
-
-def test_a_mask_that_reaches_the_loss_is_no_dirty_data(tmp_path):
-    data = batches(bias=lambda _: bias(0), y=lambda index: torch.full((N,), 3 if index == BAD else 1))
-    error = halted(Net(forbidden_target), data, tmp_path)
-    assert error.cause == NonFiniteCause.DOMAIN
-    assert "no target may point to a masked place" in error.explanation.advice
 
 
 def averaged(m, batch):
