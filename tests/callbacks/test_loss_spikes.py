@@ -41,10 +41,6 @@ CASES = {
     "learning rate": SpikeCase(lambda: Spiking("learning rate"), batches, tuple(range(AT, AT + 5))),
     "gradient alone": SpikeCase(lambda: Spiking("gradient"), batches),
     "fused optimizer": SpikeCase(lambda: Spiking(optimizer="fused"), bad_labels),
-    "negative loss": SpikeCase(lambda: Spiking(level=-5.0), bad_labels),
-    "sorted data": SpikeCase(
-        Spiking, lambda: with_bad(lambda batch: (3 * batch[0].sort(0).values, 3 * batch[1].sort(0).values))
-    ),
     "accumulation": SpikeCase(Spiking, bad_labels, (AT // 2,), trainer=lambda: {"accumulate_grad_batches": 2}),
     "half precision": SpikeCase(Spiking, bad_labels, trainer=lambda: {"plugins": half(2.0**4)}),
     "half precision, skipped": SpikeCase(Spiking, bad_labels, (), trainer=lambda: {"plugins": half(2.0**12)}),

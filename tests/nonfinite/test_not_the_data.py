@@ -193,3 +193,16 @@ def test_an_embedding_that_is_nan_is_named_and_not_the_samples_that_look_it_up(t
     assert (error.cause, error.step) == (NonFiniteCause.BAD_PARAMETER, BAD)
     assert "words.weight (1 NaN of 20, 5%) was already NaN" in error.explanation.because
     assert (error.explanation.samples, error.explanation.confirmed) == ((), "")
+
+
+def narrow(m: Any, batch: Any) -> Any:
+    """One unit of the layer is 0, in all samples."""
+    units = m.net(batch["x"]).square().mean(0) * torch.tensor([1.0, 1, 1, batch["last"]])
+    return units.log().mean()
+
+
+def test_a_unit_is_not_called_a_sample_where_there_are_as_many(tmp_path):
+    data = [batch | {"x": batch["x"][:D]} for batch in batches(last=lambda index: float(index != BAD))]
+    error = halted(Net(narrow), data, tmp_path)
+    assert error.explanation.operation == "aten.log"
+    assert error.explanation.samples == ()
