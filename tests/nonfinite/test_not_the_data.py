@@ -195,6 +195,14 @@ def test_an_embedding_that_is_nan_is_named_and_not_the_samples_that_look_it_up(t
     assert (error.explanation.samples, error.explanation.confirmed) == ((), "")
 
 
+def test_a_row_of_a_batch_of_graphs_is_not_called_a_sample(tmp_path):
+    data = batches(energies=lambda _: torch.ones(2))
+    data[BAD]["x"][1, 2] = torch.nan
+    error = halted(Net(lambda m, batch: m.net(batch["x"]).square().mean()), data, tmp_path)
+    assert "in row 1" in error.explanation.because
+    assert error.explanation.samples == ()
+
+
 def narrow(m: Any, batch: Any) -> Any:
     """One unit of the layer is 0, in all samples."""
     units = m.net(batch["x"]).square().mean(0) * torch.tensor([1.0, 1, 1, batch["last"]])
