@@ -101,13 +101,29 @@ class Running(Small):
         return (self.body(x) * self.state["mean"]).square().mean()
 
 
-def test_a_tensor_that_the_step_writes_and_that_is_no_buffer_is_named_as_such(tmp_path):
+class Replaced(Small):
+    """The same with a parameter, which the step replaces: the optimizer knows the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(3))
+
+    def loss(self, x):
+        weights = x[:, :3].abs().sum(0)
+        self.mean = nn.Parameter(0.9 * self.mean.detach() + weights / weights.sum())
+        return (self.body(x) * self.mean).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "name"), [(Running, "attribute", 'state["mean"]'), (Replaced, "parameter", "mean")]
+)
+def test_a_tensor_that_the_step_writes_and_that_is_no_buffer_is_named_as_such(make, kind, name, tmp_path):
     """It is not restored, so that it is NaN when the step begins again."""
-    found = explained(Running(), bad_data(_set(0.0, slice(None))), tmp_path)
+    found = explained(make(), bad_data(_set(0.0, slice(None))), tmp_path)
     assert found.cause == NonFiniteCause.BAD_PARAMETER
-    assert 'attribute state["mean"] is no buffer, and the step writes it' in found.because
+    assert f"{kind} {name} is no buffer, and the step writes it" in found.because
     assert "register_buffer" in found.advice
-    assert 'state["mean"]' in found.unrestored
+    assert name in found.unrestored
 
 
 class Codebook(Small):
