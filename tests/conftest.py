@@ -43,7 +43,7 @@ LONGEST = (
     *("test_memory_tab_in_browser.py", "test_two_ranks.py"),
     *("test_batch_size_tuner.py", "test_recovery_on_ranks.py", "test_step_file.py", "test_exact_recomputation.py"),
     *("test_site.py", "test_host_memory.py", "test_oom_report.py", "test_either_lightning.py"),
-    *("test_empty_cache_ledger.py", "test_user_models.py", "test_gallery.py", "test_pytest_plugin.py"),
+    *("test_empty_cache_ledger.py", "test_gallery.py", "test_pytest_plugin.py"),
 )
 
 

@@ -210,24 +210,14 @@ def test_training_goes_on_from_the_last_good_checkpoint(fused, accumulate, tmp_p
 
     stopped, _ = run(HaltOnNaN(), loader(BAD))
     n_done = BAD // accumulate * accumulate
-    resumed, model = run(HaltOnNaN(), DataLoader(Skipping(batches(), n_done), batch_size=None), stopped.checkpoint)
+    made = batches()
+    # Resumed in the middle of an epoch, Lightning counts on but begins the loader anew: give it the rest first.
+    rest: Any = made[n_done:] + made[:n_done]
+    resumed, model = run(HaltOnNaN(), DataLoader(rest, batch_size=None), stopped.checkpoint)
     straight, reference = run(HaltOnNaN(), loader())
     assert resumed.global_step == straight.global_step == 16 // accumulate
     assert differences(state_bits(reference, straight.optimizers), state_bits(model, resumed.optimizers)) == []
     assert resumed.fit_loop.epoch_loop._batches_that_stepped == straight.fit_loop.epoch_loop._batches_that_stepped
-
-
-class Skipping(torch.utils.data.Dataset[Tensor]):
-    """Resumed in the middle of an epoch, Lightning counts on but begins the loader anew: give it the rest first."""
-
-    def __init__(self, made: list[Tensor], n_done: int) -> None:
-        self.made, self.n_done = made, n_done
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.made[(index + self.n_done) % len(self.made)]
 
 
 def test_the_message_names_everything(tmp_path):
@@ -242,6 +232,7 @@ def test_the_message_names_everything(tmp_path):
         loss = float(copy.deepcopy(model).train().loss(batches()[8]))
     assert f"{loss:.6g} (batch 8), nan (batch 9), " in text
     assert "net.0.weight (32 NaN of 32, 100%)" in text
+    assert "net.3.weight (8 NaN of 8, 100%) and 1 more" in text
     assert "before the step: none" in text
     assert f"Learning rate: {0.05 * 0.9**2:g}" in text
     assert "those samples" in last
@@ -272,17 +263,6 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
         assert error.losses[:19] == pytest.approx(recorder.losses[11:30])
         assert error.norms[:19] == pytest.approx(recorder.norms[11:30])
         assert error.losses[19] != error.losses[19]
-
-
-@fused_or_not
-def test_a_float64_loss_beyond_float32_is_finite(fused, tmp_path):
-    class Large(Net):
-        def loss(self, batch):
-            return super().loss(batch) * 1e40
-
-    run = trainer(tmp_path, HaltOnNaN(), precision="64-true", logger=False)
-    run.fit(Large(fused=fused), loader())
-    assert run.global_step == 16
 
 
 class Big(Net):
@@ -483,24 +463,6 @@ def test_every_logger(kind, tmp_path):
         assert not [*tmp_path.rglob("*.ckpt")]
 
 
-class Convolutions(L.LightningModule):
-    """Large enough for half a percent to mean something."""
-
-    def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.BatchNorm2d(64),
-            nn.ReLU(), nn.Flatten(), nn.Linear(64 * 14 * 14, 64),
-        )  # fmt: skip
-        self.fused = fused
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), fused=self.fused)
-
-
 @pytest.mark.parametrize("accumulate", [1, 4])
 @fused_or_not
 def test_it_adds_at_most_half_a_percent_and_one_batch_to_the_peak(fused, accumulate, tmp_path):
@@ -509,17 +471,20 @@ def test_it_adds_at_most_half_a_percent_and_one_batch_to_the_peak(fused, accumul
             return 12
 
         def __getitem__(self, index):
-            return torch.full((16, 3, 32, 32), 0.1)  # a batch of its own each time, as a loader makes it
+            return torch.full((64, 768), 0.1)  # a batch of its own each time, as a loader makes it
 
     peaks = []
     for callbacks in ((), (HaltOnNaN(),)):
         with VirtualDevice() as device:
-            model = Convolutions(fused=fused)
+            model = Net(fused=fused)  # large enough for half a percent to mean something
+            model.net = nn.Sequential(
+                nn.Linear(768, 2048), nn.Tanh(), nn.Linear(2048, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+            )
             run = trainer(tmp_path, *callbacks, logger=False, accumulate_grad_batches=accumulate)
             run.fit(model, DataLoader(Images(), batch_size=None))
         peaks.append(device.stats().peak_allocated)
     without, with_it = peaks
-    assert with_it - without <= 0.005 * without + 16 * 3 * 32 * 32 * 4
+    assert with_it - without <= 0.005 * without + 64 * 768 * 4
     if not fused and accumulate == 1:
         assert with_it - without <= 0.0005 * without, "no batch is held there, and buffers are small"
 

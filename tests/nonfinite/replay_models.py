@@ -82,14 +82,6 @@ class ReadsRate(Everything):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class Double(Everything):
-    """Draws numbers of the default type, and gives a loss whose last bits float32 does not have."""
-
-    def finite(self, x):
-        noisy = x + 0.1 * torch.randn(x.shape)
-        return super().finite(x) + self.last(self.net(noisy)).square().mean()
-
-
 class ManualEverything(Everything):
     """Two optimizers, stepped by the module; the second one's loss goes bad."""
 
@@ -147,7 +139,6 @@ RUNS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], dict[str, An
     "bf16": (Everything, lambda: {"precision": "bf16-mixed", "accumulate_grad_batches": 4}),
     "scaler": (Everything, lambda: {"plugins": half(), "accumulate_grad_batches": 4}),
     "reads_rate": (ReadsRate, dict),
-    "double": (Double, lambda: {"precision": "64-true", "accumulate_grad_batches": 4}),
     "manual": (ManualEverything, dict),
     "manual_accumulation": (SingleManual, dict),
     "manual_scaler": (TwiceManual, lambda: {"plugins": half()}),

@@ -1,11 +1,10 @@
-"""Every sentence of advice of HaltOnNaN and LossSpikes: printed in a run, and followed in the same run, which is right.
+"""Every sentence of advice of HaltOnNaN: printed in a run, and followed in the same run, which is right.
 
 Where a sentence names several ways, each is followed; what may be the reason is tried where it is.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_memtools import HaltOnNaN, LossSpikes
+from lightning_memtools import HaltOnNaN
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
 from lightning_memtools.nonfinite.causes import ADVICE, ANY_OPERATION, ANY_OVERFLOW, OF_OPERATIONS
-from tests.callbacks.spike_models import Spiking, as_loader, labels_times, with_bad
 from tests.lightning_models import trainer
 from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
 from tests.nonfinite.test_not_the_data import bias, targets, where_afterwards
@@ -442,22 +440,3 @@ def test_gradients_that_were_not_seen_are_seen_with_manual_backward(tmp_path, re
         recwarn.clear()
         outcome(Run(plain, kind=type("Kind", (ByHand,), {"is_hidden": hidden})), tmp_path)
         assert sum("use self.optimizers() and self.manual_backward" in str(each.message) for each in recwarn) == n
-
-
-SPIKES: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
-    "labels": (("", with_bad(labels_times(30))), ("", with_bad(labels_times(1)))),
-    "rate": (("learning rate", with_bad(labels_times(1))), ("", with_bad(labels_times(1)))),
-}
-
-
-@pytest.mark.parametrize("reason", SPIKES)
-def test_a_spike_is_gone_with_the_labels_or_the_rate_that_may_have_made_it(reason, tmp_path):
-    texts = []
-    for kind, data in SPIKES[reason]:
-        L.seed_everything(0, verbose=False)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer(tmp_path, LossSpikes(warm_up=30), logger=False).fit(Spiking(kind), as_loader(data))
-        texts.append(" ".join(str(each.message) for each in caught))
-    assert "look at the samples and labels of its batches. If they are right, a lower learning rate" in texts[0]
-    assert "Spike" not in texts[1]

@@ -101,13 +101,46 @@ class Running(Small):
         return (self.body(x) * self.state["mean"]).square().mean()
 
 
-def test_a_tensor_that_the_step_writes_and_that_is_no_buffer_is_named_as_such(tmp_path):
+class Replaced(Small):
+    """The same with a parameter, which the step replaces: the optimizer knows the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(3))
+
+    def loss(self, x):
+        weights = x[:, :3].abs().sum(0)
+        self.mean = nn.Parameter(0.9 * self.mean.detach() + weights / weights.sum())
+        return (self.body(x) * self.mean).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "name"), [(Running, "attribute", 'state["mean"]'), (Replaced, "parameter", "mean")]
+)
+def test_a_tensor_that_the_step_writes_and_that_is_no_buffer_is_named_as_such(make, kind, name, tmp_path):
     """It is not restored, so that it is NaN when the step begins again."""
-    found = explained(Running(), bad_data(_set(0.0, slice(None))), tmp_path)
+    found = explained(make(), bad_data(_set(0.0, slice(None))), tmp_path)
     assert found.cause == NonFiniteCause.BAD_PARAMETER
-    assert 'attribute state["mean"] is no buffer, and the step writes it' in found.because
+    assert f"{kind} {name} is no buffer, and the step writes it" in found.because
     assert "register_buffer" in found.advice
-    assert 'state["mean"]' in found.unrestored
+    assert name in found.unrestored
+
+
+class Codebook(Small):
+    """A VQ-VAE's codes: a parameter that the step writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def loss(self, x):
+        self.codes.mul_(0.9).add_(0.1 * x[:, :3].mean(0))
+        return (self.body(x) - self.codes).square().mean() + (x / x.abs().sum(1, keepdim=True)).mean()
+
+
+def test_a_parameter_that_the_step_writes_is_named_as_not_restored(tmp_path):
+    found = explained(Codebook(), bad_data(_set(0.0, ZERO_ROW)), tmp_path)
+    assert (found.cause, found.operation, found.unrestored) == (NonFiniteCause.DOMAIN, "aten.div", ("codes",))
 
 
 def test_a_tensor_that_is_no_buffer_and_was_bad_before_is_named(tmp_path):

@@ -59,12 +59,6 @@ def test_a_mask_that_comes_too_late_is_named_and_no_sample_is_to_be_dropped(loss
     assert "drop" not in str(error)
 
 
-def test_without_a_rerun_a_finite_loss_beside_nan_gives_it_away(tmp_path):
-    error = error_at_halt(Net(where_afterwards), batches(y=targets), tmp_path, explain=False, save_step=False)
-    assert error.cause == NonFiniteCause.LATE_MASK
-    assert "drop" not in str(error)
-
-
 def contrasted(m, batch):
     """After BatchNorm all rows are NaN, and in backward gradients of zeros meet them."""
     rows = F.normalize(F.batch_norm(m.net(batch["x"]), None, None, training=True), dim=1)
@@ -140,17 +134,6 @@ def test_only_the_sample_whose_mask_leaves_nothing_is_named(loss, tmp_path):
     assert "repair" not in str(error)
 
 
-def forbidden_target(m, batch):
-    return F.cross_entropy(m.net(batch["x"]) + batch["bias"], batch["y"])
-
-
-def test_a_mask_that_reaches_the_loss_is_no_dirty_data(tmp_path):
-    data = batches(bias=lambda _: bias(0), y=lambda index: torch.full((N,), 3 if index == BAD else 1))
-    error = halted(Net(forbidden_target), data, tmp_path)
-    assert error.cause == NonFiniteCause.DOMAIN
-    assert "no target may point to a masked place" in error.explanation.advice
-
-
 def averaged(m, batch):
     return m.net(batch["x"] - batch["x"].mean()).square().mean()
 
@@ -210,3 +193,24 @@ def test_an_embedding_that_is_nan_is_named_and_not_the_samples_that_look_it_up(t
     assert (error.cause, error.step) == (NonFiniteCause.BAD_PARAMETER, BAD)
     assert "words.weight (1 NaN of 20, 5%) was already NaN" in error.explanation.because
     assert (error.explanation.samples, error.explanation.confirmed) == ((), "")
+
+
+def test_a_row_of_a_batch_of_graphs_is_not_called_a_sample(tmp_path):
+    data = batches(energies=lambda _: torch.ones(2))
+    data[BAD]["x"][1, 2] = torch.nan
+    error = halted(Net(lambda m, batch: m.net(batch["x"]).square().mean()), data, tmp_path)
+    assert "in row 1" in error.explanation.because
+    assert error.explanation.samples == ()
+
+
+def narrow(m: Any, batch: Any) -> Any:
+    """One unit of the layer is 0, in all samples."""
+    units = m.net(batch["x"]).square().mean(0) * torch.tensor([1.0, 1, 1, batch["last"]])
+    return units.log().mean()
+
+
+def test_a_unit_is_not_called_a_sample_where_there_are_as_many(tmp_path):
+    data = [batch | {"x": batch["x"][:D]} for batch in batches(last=lambda index: float(index != BAD))]
+    error = halted(Net(narrow), data, tmp_path)
+    assert error.explanation.operation == "aten.log"
+    assert error.explanation.samples == ()

@@ -20,13 +20,7 @@ from lightning_memtools.nonfinite.step_rerun import StepConditions, StepRerun
 from lightning_memtools.state.random_state import RandomState
 from tests.lightning_models import trainer
 from tests.nonfinite.gallery import Small, good_data
-
-FUSED = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
-    "adam": lambda ps: torch.optim.Adam(ps, fused=True),
-    "adamw": lambda ps: torch.optim.AdamW(ps, fused=True),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, fused=True),
-}
+from tests.nonfinite.test_update_flag import FUSED
 
 
 @contextlib.contextmanager

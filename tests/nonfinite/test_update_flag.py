@@ -108,30 +108,6 @@ def test_which_optimizers_honour_the_flag():
     assert not honours_found_inf(Mine(parameters(), fused=True))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        *FUSED.values(),
-        torch.optim.Adafactor,
-        torch.optim.AdamW,
-        torch.optim.RMSprop,
-        lambda ps: torch.optim.SGD(ps, momentum=0.9, weight_decay=0.1),
-    ],
-)
-def test_without_gradients_no_optimizer_moves_or_creates_anything(make):
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(2, 3))]
-    optimizer = make(parameters)
-    for _ in range(2):
-        before = bits(parameters, optimizer)
-        with_gradients(parameters, torch.nan)
-        optimizer.zero_grad()  # as the guard does
-        optimizer.step()
-        assert differences(before, bits(parameters, optimizer)) == []
-        with_gradients(parameters)
-        optimizer.step()
-
-
 def test_settings_come_back_also_where_they_are_tensors():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
     rate = optimizer.param_groups[0]["lr"]
