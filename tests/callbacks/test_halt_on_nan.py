@@ -265,6 +265,17 @@ def test_losses_and_norms_of_the_last_twenty_steps_are_those_of_training(tmp_pat
         assert error.losses[19] != error.losses[19]
 
 
+@fused_or_not
+def test_a_float64_loss_beyond_float32_is_finite(fused, tmp_path):
+    class Large(Net):
+        def loss(self, batch):
+            return super().loss(batch) * 1e40
+
+    run = trainer(tmp_path, HaltOnNaN(), precision="64-true", logger=False)
+    run.fit(Large(fused=fused), loader())
+    assert run.global_step == 16
+
+
 class Big(Net):
     """Gradients near 1000: beyond float16 once they are scaled by 2**16."""
 
