@@ -76,7 +76,7 @@ def _limit_of(facts: RunFacts) -> _Reason:
     if facts.error:
         return _Reason("error", facts.error, "read the error above, and the reports beside summary.json.")
     if steps < least:
-        return _Reason("unknown", f"{counted(steps, 'step', 'steps')} measured.", f"train at least {least} steps.")
+        return _Reason("unknown", f"{counted(steps, 'step', 'steps')} measured.", f"train at least {least + 1} steps.")
     if slow is not None:
         waits = slow.host_s.get("data", 0.0) > slow.host_s.get("forward", 0.0)
         why = f"rank {slow.rank} takes {_time(_own_ms(slow))} until its backward, most of it "
