@@ -38,7 +38,16 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
         readers[layer] = partial(_run, values, replaced.get(layer, layer))
     for read in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
         readers[read] = lambda tensor, *_args, read=read, **_options: values.find(read, (tensor,), {})
+    readers[Tensor.__getitem__] = lambda tensor, index: tensor[_with_numbers(index)]
     return readers
+
+
+def _with_numbers(index: Any) -> Any:
+    """Return an index with numbers in place of the tensors in its lists, from whose memory torch would read them."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_numbers, index))
+    is_list = type(index) is list and bool(index) and all(isinstance(one, Tensor) and not one.dim() for one in index)
+    return list(map(int, index)) if is_list else index
 
 
 class FollowedValues(TorchFunctionMode):

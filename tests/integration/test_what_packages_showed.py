@@ -194,6 +194,17 @@ def test_factorizations_succeed_in_an_estimate_and_an_error_says_what_was_assume
     assert any("Assumed at" in note and "is True" in note for note in caught.value.__notes__)
 
 
+def test_a_list_of_numbers_from_the_batch_may_be_an_index():
+    """As in pytorch-lifestream, of the last state of each sequence."""
+
+    def loss(model, batch):
+        sequences, lengths = batch
+        return model(sequences)[range(2), [length - 1 for length in lengths]].sum()
+
+    estimate = estimate_memory(nn.Linear(4, 4), (torch.ones(2, 3, 4), torch.tensor([2, 3])), step=loss)
+    assert (estimate.peak_allocated > 0, estimate.notes) == (True, ())
+
+
 class Lengthless(tuple[Any, ...]):
     """As e3nn's Irreps, which modules of NequIP and MACE hold."""
 
