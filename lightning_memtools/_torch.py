@@ -339,7 +339,7 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 def without_subclass(tensor: Tensor) -> Tensor:
-    """Return a detached view without the class that a user has derived from Tensor: its methods may want attributes."""
+    """Return a detached view as a plain Tensor. Methods of a user's subclass may need attributes that views lack."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.detach(tensor)
 

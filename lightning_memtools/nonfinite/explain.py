@@ -205,6 +205,8 @@ class PriorTensor:
     may_be_infinite: bool  # whether infinities in it are intended, as in masks and bounds
 
 
+UNKNOWN = PriorTensor("elsewhere", "a tensor from elsewhere", may_be_infinite=True)
+
 Leaves = Mapping[int, PriorTensor]
 """The tensors that existed before a step, by the key of their storage."""
 
@@ -329,8 +331,7 @@ def _slice_back(
                 # No operator makes the tensor of a number that code writes, as in x[0] = nan.
                 roots.append(BadValueRoot(replace(event, constant=True)))
                 continue
-            unknown = PriorTensor("elsewhere", "a tensor from elsewhere", may_be_infinite=True)
-            leaf, user = leaves.get(key, unknown), _first_use(events, event)
+            leaf, user = leaves.get(key, UNKNOWN), _first_use(events, event)
             is_batch = leaf.origin == "batch"
             is_meant = not event.inputs[key] and (not is_batch or user.backward or _masks(user))
             roots.append(BadValueRoot(event, leaf if is_meant else replace(leaf, may_be_infinite=False)))

@@ -190,7 +190,7 @@ class StepGuard:
         """If the step is to be skipped, remove the gradients, so that no weight changes. Call this after all hooks."""
         if self._to_skip is optimizer:
             self._to_skip = None
-            Optimizer.zero_grad(optimizer)  # to None: every parameter is skipped, and no state created
+            Optimizer.zero_grad(optimizer)  # to None: the update skips all and creates no state
 
     def drain(self, *, wait: bool = True) -> GuardedStep | None:
         """Wait for the results of all checks that the host has not read yet. Return the first bad step, or None.

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_memtools._torch import (
     PACK_PADDED,
     PAD_PACKED,
+    FakeTensor,
     tree_leaves,
     without_dispatch_modes,
 )
@@ -38,16 +39,21 @@ def value_readers(values: KnownValues, replaced: Mapping[Any, Callable[..., Any]
         readers[layer] = partial(_run, values, replaced.get(layer, layer))
     for read in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
         readers[read] = lambda tensor, *_args, read=read, **_options: values.find(read, (tensor,), {})
-    readers[Tensor.__getitem__] = lambda tensor, index: tensor[_with_numbers(index)]
+    # Of tensors in a list, these read the numbers from memory.
+    for reads in (Tensor.__getitem__, Tensor.__setitem__, torch.tensor):
+        readers[reads] = lambda *args, reads=reads, **options: reads(*map(_with_numbers, args), **options)
     return readers
 
 
-def _with_numbers(index: Any) -> Any:
-    """Return an index with numbers in place of the tensors in its lists, from whose memory torch would read them."""
-    if isinstance(index, tuple):
-        return tuple(map(_with_numbers, index))
-    is_list = type(index) is list and bool(index) and all(isinstance(one, Tensor) and not one.dim() for one in index)
-    return list(map(int, index)) if is_list else index
+def _with_numbers(value: Any) -> Any:
+    """Return an argument with numbers in place of the fakes of one number in its lists."""
+    if type(value) not in {list, tuple}:
+        return value
+    is_list = type(value) is list
+    made = [
+        one.item() if is_list and isinstance(one, FakeTensor) and not one.dim() else _with_numbers(one) for one in value
+    ]
+    return made if is_list else tuple(made)
 
 
 class FollowedValues(TorchFunctionMode):
@@ -138,7 +144,7 @@ _computes_nothing = cache(computes_nothing)
 
 
 def _pack(values: KnownValues, source: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Select the rows of all time steps, without padding. torch copies them first, for which this holds no memory."""
+    """Select the rows of all time steps, without padding. torch copies them first; that memory is not counted."""
     known = values.read(lengths)
     with without_dispatch_modes():
         is_there = torch.arange(int(known.max()))[:, None] < known

@@ -194,12 +194,15 @@ def test_factorizations_succeed_in_an_estimate_and_an_error_says_what_was_assume
     assert any("Assumed at" in note and "is True" in note for note in caught.value.__notes__)
 
 
-def test_a_list_of_numbers_from_the_batch_may_be_an_index():
+def test_a_list_of_numbers_from_the_batch_may_be_an_index_or_a_tensor():
     """As in pytorch-lifestream, of the last state of each sequence."""
 
     def loss(model, batch):
         sequences, lengths = batch
-        return model(sequences)[range(2), [length - 1 for length in lengths]].sum()
+        states, last = model(sequences), [length - 1 for length in lengths]
+        states.clone()[range(2), last] = 0.0
+        assert torch.tensor([*lengths]).tolist() == [2, 3]
+        return states[range(2), last].sum()
 
     estimate = estimate_memory(nn.Linear(4, 4), (torch.ones(2, 3, 4), torch.tensor([2, 3])), step=loss)
     assert (estimate.peak_allocated > 0, estimate.notes) == (True, ())

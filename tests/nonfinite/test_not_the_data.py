@@ -214,3 +214,22 @@ def test_a_unit_is_not_called_a_sample_where_there_are_as_many(tmp_path):
     error = halted(Net(narrow), data, tmp_path)
     assert error.explanation.operation == "aten.log"
     assert error.explanation.samples == ()
+
+
+def writes_a_number(m, batch):
+    out = m.net(batch["x"]).clone()
+    out[3] = torch.nan  # bad
+    return out.mean()
+
+
+def writes_where(m, batch):
+    out = m.net(batch["x"]).clone()
+    out[out > out.median()] = torch.nan  # bad
+    return out.mean()
+
+
+@pytest.mark.parametrize("loss", [writes_a_number, writes_where])
+def test_nan_that_the_code_writes_into_a_tensor_is_the_codes(loss, tmp_path):
+    error = halted(Net(loss), batches(), tmp_path)
+    assert (error.cause, error.explanation.line) == (NonFiniteCause.DOMAIN, bad_line(loss))
+    assert "the code itself writes it" in str(error)

@@ -85,11 +85,11 @@ def behave_like_cuda(patches: Patches) -> None:
 
 
 def allow_subclasses(patches: Patches) -> None:
-    """Patch `Tensor.__new__(cls, tensor)`, by which subclasses are made: under a dispatch mode torch refuses to."""
+    """Patch `Tensor.__new__(cls, tensor)`, which makes a tensor of a subclass: torch raises under a dispatch mode."""
 
     def make(original: Any) -> Any:
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if patches.undone or cls is torch.Tensor or kwargs or [*map(torch.is_tensor, args)] != [True]:
+            if patches.undone or cls is torch.Tensor or kwargs or len(args) != 1 or not torch.is_tensor(args[0]):
                 return original(cls, *args, **kwargs)
             with without_torch_function():
                 return args[0].as_subclass(cls)

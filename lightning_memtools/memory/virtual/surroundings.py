@@ -115,7 +115,7 @@ def _outside(place: ModuleScopes, depth: int, closure: Callable[[], Any]) -> Cal
 
 
 def watch_storages(patches: Patches, find: FindMode) -> None:
-    """Patch torch to count what `resize_` of a storage adds, and not what copies of storages need meanwhile."""
+    """Patch storages: `resize_` counts what it adds, and `copy_` no temporary tensors. `find` returns the mode."""
 
     def make_resize(original: Any) -> Any:
         def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
