@@ -18,9 +18,8 @@ from lightning_memtools.callbacks.guarded import WatchingCallback, watched
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.memory.sizes import is_count
 from lightning_memtools.memory.virtual import host_memory
-from lightning_memtools.nonfinite.guarded_step import GuardedStep
 from lightning_memtools.nonfinite.loss_spike import LossSpike, LossSpikeError, SpikeAction
-from lightning_memtools.nonfinite.step_guard import ReadingWatch
+from lightning_memtools.nonfinite.step_guard import GuardedStep, ReadingWatch
 from lightning_memtools.reporting.files import NO_RUN, NotWritten, fixed_directory, report_directory, write_report
 from lightning_memtools.reporting.loggers import log_scalars, log_text
 from lightning_memtools.reporting.spike_window import SpikeWindow

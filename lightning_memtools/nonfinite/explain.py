@@ -12,10 +12,17 @@ from torch import Tensor
 
 from lightning_memtools._torch import is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
-from lightning_memtools.nonfinite.bad_step import BadStep, already_bad, what_grew
-from lightning_memtools.nonfinite.causes import ADVICE, NonFiniteCause, advice_for, public_name, rates_as_text
-from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.guarded_step import BadInput, bad_inputs, list_samples, n_samples_of
+from lightning_memtools.nonfinite.bad_step import (
+    ADVICE,
+    BadStep,
+    NonFiniteCause,
+    advice_for,
+    already_bad,
+    public_name,
+    rates_as_text,
+    what_grew,
+)
+from lightning_memtools.nonfinite.finite_checks import BadInput, find_bad, list_samples, n_samples_of
 from lightning_memtools.nonfinite.operation_trace import BadOperation, OperationTrace, StorageKeys
 from lightning_memtools.nonfinite.step_rerun import CannotRerunError, StepOutcome, StepRerun, digests_of
 from lightning_memtools.reporting.phrases import first_of
@@ -113,14 +120,14 @@ def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot)
         return last
     bad = [i for i, loss in enumerate(outcome.losses) if not math.isfinite(float(loss))]
     if root.leaf is not None and root.leaf.origin == "batch":
-        bad += [i for i, micro in enumerate(rerun.micro) if any(not each.is_mask for each in bad_inputs(micro))]
+        bad += [i for i, micro in enumerate(rerun.micro) if any(not each.is_mask for each in micro.bad_inputs())]
     return bad[0] if bad else last
 
 
 def _classified(root: BadValueRoot, rerun: StepRerun, position: int, bad: BadStep, *, is_late_mask: bool) -> Finding:
     event, leaf, grown = root.event, root.leaf, what_grew(bad)
     if leaf is not None and leaf.origin == "batch":
-        return _of_batch(root, leaf.name, bad_inputs(rerun.micro[position]), is_late_mask=is_late_mask)
+        return _of_batch(root, leaf.name, rerun.micro[position].bad_inputs(), is_late_mask=is_late_mask)
     if grown and (leaf is not None or event.finite_when_wide):
         because = f"{grown}, until the value was too large for its type"
         return NonFiniteCause.EXPLODING, because, ADVICE["exploding"].format(rates=rates_as_text(bad.learning_rates))
@@ -190,7 +197,7 @@ def _samples_of(root: BadValueRoot, rerun: StepRerun, position: int) -> tuple[in
         if facts.shape[:1] == (n_samples,) and facts.samples:
             return facts.samples
     name = root.leaf.name if root.leaf is not None and root.leaf.origin == "batch" else None
-    return next((bad.samples for bad in bad_inputs(micro) if bad.name == name), ())
+    return next((bad.samples for bad in micro.bad_inputs() if bad.name == name), ())
 
 
 # --- the way back from a bad loss or gradient, through bad values only, to the operation that made the first one
@@ -222,7 +229,7 @@ def prior_tensors(rerun: StepRerun, memory: StorageKeys) -> Leaves:
         leaf = PriorTensor("parameter", plain_name(name), may_be_infinite=not parameter.requires_grad)
         found.append((parameter, leaf))
     for micro in rerun.micro:
-        masks = {bad.name for bad in bad_inputs(micro) if bad.is_mask}  # where they are used as masks are
+        masks = {bad.name for bad in micro.bad_inputs() if bad.is_mask}  # where they are used as masks are
         for name, tensor in named_tensors(micro.batch, "batch"):
             found.append((tensor, PriorTensor("batch", name, may_be_infinite=name in masks)))
     return {key: leaf for tensor, leaf in found if (key := memory.key(tensor)) is not None}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import (
     flattened,
     has_readable_values,
+    is_in_memory,
     l2_norm_of_each,
     uncoalesced_parts,
     without_subclass,
 )
+from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 
 
 def rows_with(marked: Tensor, most: int | None = None) -> list[int]:
@@ -177,3 +180,56 @@ def count_bad(measured: Sequence[tuple[str, Tensor, float]]) -> list[BadTensor]:
         if n_nan or n_inf:
             bad.append(BadTensor(name, n_nan, n_inf, floats.numel(), norm))
     return bad
+
+
+MAX_SAMPLES = 8  # of the bad ones, how many are listed
+
+
+@dataclass(frozen=True, slots=True)
+class BadInput:
+    """A batch tensor that holds NaN or Inf."""
+
+    name: str  # its place in the batch, such as ``batch["x"]``
+    batch_idx: int
+    n_nan: int
+    n_inf: int
+    n_elements: int
+    samples: tuple[int, ...]  # the first positions along dimension 0 that are affected, one more than are listed
+    is_mask: bool  # whether nothing in it is bad but -inf, which may be meant, as in attention masks
+    counts: str = "sample"  # what dimension 0 counts: "row" where tensors differ in it, as in a batch of graphs
+
+    def __str__(self) -> str:
+        name = f"batch {self.batch_idx}" if self.name == "batch" else f"{self.name} of batch {self.batch_idx}"
+        if self.is_mask:
+            return f"{name} holds -Inf in {self.n_inf} of {self.n_elements} elements, as masks do"
+        kinds = " and ".join(f"{n} {kind}" for n, kind in ((self.n_nan, "NaN"), (self.n_inf, "Inf")) if n)
+        where = f", in {list_samples(self.samples, self.counts)}" if self.samples else ""
+        return f"{name} holds {kinds} in {self.n_elements} elements{where}"
+
+
+def list_samples(samples: Sequence[int], counts: str = "sample") -> str:
+    """Return a string such as "sample 3" or "samples 3, 4"."""
+    more = ", ..." if len(samples) > MAX_SAMPLES else ""
+    return f"{counts}{'s' * (len(samples) > 1)} {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}"
+
+
+def n_samples_of(batch: Any) -> int | None:
+    """Return the number of samples: the size of dimension 0 if all tensors of the batch agree on it, else None."""
+    lengths = {tensor.shape[0] for tensor in tensors_in(batch) if is_in_memory(tensor) and tensor.dim()}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def bad_inputs(batch: Any, index: int) -> list[BadInput]:
+    """Return the tensors with NaN or Inf in the batch with this index. Slow, because it waits for the device."""
+    inputs, counts = [], "row" if n_samples_of(batch) is None else "sample"
+    for name, tensor in named_tensors(batch, "batch"):
+        floats = floats_of(tensor)
+        if floats is None or not (bad := ~torch.isfinite(floats)).any():
+            continue
+        has_samples = floats.dim() > 0 and tensor.layout == torch.strided
+        n_nan = int(floats.isnan().sum())
+        samples = tuple(rows_with(bad, MAX_SAMPLES + 1)) if has_samples else ()
+        is_mask = not n_nan and not bool(torch.isposinf(floats).any())
+        n_inf = int(bad.sum()) - n_nan
+        inputs.append(BadInput(name, index, n_nan, n_inf, floats.numel(), samples, is_mask, counts))
+    return inputs

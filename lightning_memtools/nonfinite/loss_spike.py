@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_memtools.nonfinite.causes import rates_as_text
+from lightning_memtools.nonfinite.bad_step import rates_as_text
 from lightning_memtools.reporting.spike_window import Spike
 
 SpikeAction = Literal["report", "skip", "rollback"]

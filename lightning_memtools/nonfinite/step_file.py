@@ -22,7 +22,7 @@ from lightning_memtools.memory.sizes import format_size
 from lightning_memtools.nonfinite.bad_step import BadStep
 from lightning_memtools.nonfinite.explain import explain
 from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.guarded_step import MicroBatch
+from lightning_memtools.nonfinite.step_guard import MicroBatch
 from lightning_memtools.nonfinite.step_rerun import (
     PRECISIONS,
     SIMPLE,

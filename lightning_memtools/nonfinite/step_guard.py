@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -13,18 +13,123 @@ from torch import Tensor, distributed
 from torch.nn import Module
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_memtools._torch import takes_scaled_gradients
+from lightning_memtools._torch import is_in_memory, takes_scaled_gradients, write_count_or_none
 from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.error_frames import in_one_line
-from lightning_memtools.memory.nested_tensors import names_of
-from lightning_memtools.nonfinite.finite_checks import BadTensor, count_bad, gradients_of, measure, measure_and_read
-from lightning_memtools.nonfinite.guarded_step import BatchKeeper, GuardedStep, MicroBatch, PastStep, undivided_loss
+from lightning_memtools.memory.nested_tensors import in_new_containers, map_tensors, names_of, tensors_in
+from lightning_memtools.memory.virtual import VirtualDevice, host_memory
+from lightning_memtools.nonfinite.finite_checks import (
+    BadInput,
+    BadTensor,
+    bad_inputs,
+    count_bad,
+    gradients_of,
+    measure,
+    measure_and_read,
+)
 from lightning_memtools.reporting.ranks import RankGather
 from lightning_memtools.reporting.strategies import strategy_family, why_unsupported
 from lightning_memtools.state.buffer_keeper import BufferKeeper
 from lightning_memtools.state.random_state import RandomState
 
 Gradients = Literal["whole", "replicated", "sharded"]
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """A micro-batch of an optimizer step, with its losses."""
+
+    index: int  # the batch index within the epoch
+    batch: Any  # the batch as training_step got it, on the host after it was moved; None where hooks do not see it
+    random: RandomState | None = None  # the random streams before it; None where no step is run again
+    # the losses that were sent backward for it, as 0-dim tensors, as training_step returned them
+    losses: list[Tensor] = field(default_factory=list)
+    updates_before: int = 0  # in manual optimization: the updates that this batch made before this step began
+    was_moved: bool = False
+    is_copied: bool = False  # whether the step has tensors of its own, so that it cannot write to these
+
+    def move_to_host(self) -> None:
+        """Replace the batch's tensors with copies in host memory. On a GPU the copies are asynchronous."""
+        if not self.was_moved:
+            with host_memory():
+                self.batch, self.was_moved = map_tensors(self.batch, _on_host), True
+
+    def bad_inputs(self) -> list[BadInput]:
+        """Return the batch's tensors with NaN or Inf."""
+        return bad_inputs(self.batch, self.index)
+
+
+class BatchKeeper:
+    """Keeps each batch as training_step received it, because training_step may change its batch.
+
+    Dicts and lists are always copied, tensors only if training_step has written to a tensor of the first two batches.
+    """
+
+    def __init__(self) -> None:
+        self.copies = False
+        self._n_watched, self._counts = 0, list[tuple[Tensor, int]]()
+
+    def keep(self, batch: Any) -> Any:
+        """Copy a batch, so that training_step cannot change the copy. Call this before training_step gets the batch."""
+        if self.copies:
+            return map_tensors(batch, _copied)
+        self._n_watched += 1
+        if self._n_watched <= 2:  # noqa: PLR2004, as said above
+            self._counts = [(tensor, write_count_or_none(tensor)) for tensor in tensors_in(batch)]
+        return in_new_containers(batch)
+
+    def end_batch(self) -> None:
+        """Check whether training_step wrote to tensors of the batch. If so, tensors of later batches are copied."""
+        self.copies = self.copies or any(write_count_or_none(tensor) != count for tensor, count in self._counts)
+        self._counts = []
+
+
+@torch.no_grad()
+def _copied(tensor: Tensor, device: str | None = None) -> Tensor:
+    if not is_in_memory(tensor):
+        return tensor
+    # Its strides are kept: they choose the kernel that computes, and so the last bits. Not waiting pins the memory.
+    copied = tensor.detach().to(device or tensor.device, non_blocking=True, copy=True)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    is_there = tensor.device.type == "cpu" and VirtualDevice.current() is None
+    return tensor if is_there else _copied(tensor, "cpu")
+
+
+@dataclass(slots=True, eq=False)  # one is made in each step, and a frozen one takes three times as long
+class GuardedStep:
+    """An optimizer step, from its first micro-batch to its update, with its losses and gradient norms."""
+
+    number: int  # the training step, counted as the x axis of the logs counts
+    micro: list[MicroBatch]  # its micro-batches, oldest first
+    # puts the caller's counters back to the start of this step; None while that is not known yet
+    restore_loop: Callable[[], None] | None
+    optimizer: Optimizer | None = None  # the optimizer that makes the update, once that is known
+    parameters: Sequence[Tensor] = ()  # the parameters with a gradient
+    restore_settings: Callable[[], None] = lambda: None  # those of the optimizer, where the step is decided late
+    # --- what was read of it
+    read_losses: tuple[float, ...] = ()  # this rank's, in the order of `losses()`
+    norms: tuple[float, ...] = ()  # of each gradient
+    norm: float = math.nan  # the L2 norm over all gradients, before clipping; of all ranks where each has only a part
+    mean_loss: float = math.nan  # the mean of this rank's losses; NaN if there are none
+    worst_loss: float = math.nan  # the largest mean loss of all ranks
+    gradients: tuple[BadTensor, ...] = ()  # the bad ones
+    scaler: str = ""  # says what the gradient scaler did, where that makes the step bad
+
+    def losses(self) -> list[Tensor]:
+        """Return the losses of all micro-batches."""
+        return [loss for micro in self.micro for loss in micro.losses]
+
+
+@dataclass(slots=True)
+class PastStep:
+    """The step number, loss and gradient norm of an earlier step."""
+
+    step: int
+    loss: float  # the mean of the step's losses on this rank; NaN if it had none
+    norm: float  # the L2 norm of all gradients, before clipping
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +477,16 @@ class StepGuard:
 
     def _remember(self, step: GuardedStep) -> None:
         self.history.append(PastStep(step.number, step.mean_loss, step.norm))
+
+
+def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:
+    """Return a loss as it was before it was divided for gradient accumulation and scaled, as a 0-dim tensor."""
+    value = loss.detach()
+    if divided_by != 1 or scale is not None or value.dtype != torch.float32:
+        # A float64 loss may be finite beyond float32's range.
+        value = (value if value.dtype == torch.float64 else value.float()) * divided_by
+        value = value if scale is None else value / scale
+    return value if value.dim() == 0 else value.mean()
 
 
 def reads_at_once(gradients: list[Tensor]) -> bool:

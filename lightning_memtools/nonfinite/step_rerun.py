@@ -22,7 +22,7 @@ from lightning_memtools._torch import is_in_memory, write_count_or_none
 from lightning_memtools.memory.nested_tensors import named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.memory.virtual import host_memory
 from lightning_memtools.nonfinite.finite_checks import find_bad, floats_of
-from lightning_memtools.nonfinite.guarded_step import MicroBatch, undivided_loss
+from lightning_memtools.nonfinite.step_guard import MicroBatch, undivided_loss
 from lightning_memtools.reporting.phrases import first_of
 from lightning_memtools.reporting.ranks import refused_collectives
 from lightning_memtools.simulation.replay_loop import ReplayLoop

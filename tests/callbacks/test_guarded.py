@@ -33,9 +33,9 @@ WATCHING: list[type[WatchingCallback]] = [
 # Functions that the hooks of a healthy run reach: one for each hook.
 PLACES = {
     HaltOnNaN: [
-        "callbacks.halt_run.HaltRun.__init__", "callbacks.halt_run.HaltRun.start_training",
-        "callbacks.halt_run.HaltRun.read_rest", "callbacks.halt_run.HaltRun.warn_if_blind",
-        "callbacks.halt_run.HaltRun.end_evaluation",
+        "callbacks.halt_on_nan.HaltRun.__init__", "callbacks.halt_on_nan.HaltRun.start_training",
+        "callbacks.halt_on_nan.HaltRun.read_rest", "callbacks.halt_on_nan.HaltRun.warn_if_blind",
+        "callbacks.halt_on_nan.HaltRun.end_evaluation",
         "nonfinite.step_guard.StepGuard.begin", "nonfinite.step_guard.StepGuard.loss",
         "nonfinite.step_guard.StepGuard.check", "nonfinite.step_guard.StepGuard.before_update",
         "nonfinite.step_guard.StepGuard.end_batch", "nonfinite.step_guard.StepGuard.close",

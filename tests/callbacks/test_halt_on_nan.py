@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memtools import VirtualDevice
-from lightning_memtools.callbacks import halt_run
+from lightning_memtools.callbacks import halt_on_nan
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.bad_step import NonFiniteError
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteCause, NonFiniteError
 from tests.event_files import scalars
 from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import Observer, differences, state_bits
@@ -583,7 +582,7 @@ def test_whatever_fails_in_a_diagnosis_the_error_of_the_bad_step_is_raised(broke
     class BreaksLate(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == BAD:
-                monkeypatch.setattr(torch if "." in broken else halt_run, broken.rpartition(".")[2], fails)
+                monkeypatch.setattr(torch if "." in broken else halt_on_nan, broken.rpartition(".")[2], fails)
 
     model = Net()
     error = halted(trainer(tmp_path, BreaksLate(), HaltOnNaN()), model, loader(BAD))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_memtools import replay
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteCause
 from tests.integration import halt_on_ranks
 from tests.integration.halt_on_ranks import BAD, SCENARIOS
 from tests.two_processes import seen_by_ranks

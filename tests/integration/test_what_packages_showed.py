@@ -18,7 +18,7 @@ from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, es
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
-from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
+from lightning_memtools.nonfinite.finite_checks import bad_inputs
 from lightning_memtools.simulation.known_values import values_known
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -135,7 +135,7 @@ def test_the_report_of_a_full_device_knows_the_labels():
 def test_rows_are_called_samples_only_where_all_tensors_have_as_many():
     nodes = torch.ones(64, 3)
     nodes[42] = torch.nan
-    (bad,) = bad_inputs(MicroBatch(1, {"pos": nodes, "energy": torch.ones(8)}))
+    (bad,) = bad_inputs({"pos": nodes, "energy": torch.ones(8)}, 1)
     assert str(bad).endswith("in row 42")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteCause
 
 BATCH, FEATURES, N_BATCHES, BAD_BATCH = 8, 6, 8, 5
 

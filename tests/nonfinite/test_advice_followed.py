@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN
-from lightning_memtools.nonfinite.bad_step import NonFiniteError
-from lightning_memtools.nonfinite.causes import ADVICE, ANY_OPERATION, ANY_OVERFLOW, OF_OPERATIONS
+from lightning_memtools.nonfinite.bad_step import ADVICE, ANY_OPERATION, ANY_OVERFLOW, OF_OPERATIONS, NonFiniteError
 from tests.lightning_models import trainer
 from tests.nonfinite.given_loss import BAD, D, Loss, N, Net, batches
 from tests.nonfinite.test_not_the_data import bias, targets, where_afterwards

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteCause
 from tests.lightning_models import Regression, loader
 from tests.nonfinite import given_loss
 from tests.nonfinite.observe import error_at_halt

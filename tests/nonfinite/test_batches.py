@@ -8,8 +8,8 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.guarded_step import MAX_SAMPLES, MicroBatch, bad_inputs
+from lightning_memtools.nonfinite.bad_step import NonFiniteCause
+from lightning_memtools.nonfinite.finite_checks import MAX_SAMPLES, bad_inputs
 from tests.nonfinite.given_loss import BAD, Net, batches
 from tests.nonfinite.observe import error_at_halt
 
@@ -19,27 +19,25 @@ def test_bad_samples_are_counted_and_listed():
     x[4, 1, 0] = torch.nan
     x[4, 1, 1] = torch.inf
     x[7, 0, 0] = -torch.inf
-    (bad,) = bad_inputs(MicroBatch(5, {"x": x, "y": torch.arange(20)}))
+    (bad,) = bad_inputs({"x": x, "y": torch.arange(20)}, 5)
     assert (bad.n_nan, bad.n_inf, bad.n_elements, bad.samples, bad.is_mask) == (1, 2, 120, (4, 7), False)
     assert str(bad) == 'batch["x"] of batch 5 holds 1 NaN and 2 Inf in 120 elements, in samples 4, 7'
 
 
 def test_long_lists_end():
-    (bad,) = bad_inputs(MicroBatch(0, torch.full((30,), torch.nan)))
+    (bad,) = bad_inputs(torch.full((30,), torch.nan), 0)
     assert len(bad.samples) == MAX_SAMPLES + 1
     assert str(bad).endswith("in samples 0, 1, 2, 3, 4, 5, 6, 7, ...")
 
 
 def test_masks_scalars_and_sparse_tensors():
     mask, number, sparse = bad_inputs(
-        MicroBatch(
-            0, [torch.tensor([0.0, -torch.inf]), torch.tensor(torch.nan), torch.tensor([[torch.nan]]).to_sparse()]
-        )
+        [torch.tensor([0.0, -torch.inf]), torch.tensor(torch.nan), torch.tensor([[torch.nan]]).to_sparse()], 0
     )
     assert mask.is_mask
     assert (number.samples, number.is_mask) == ((), False)
     assert (sparse.n_nan, sparse.samples) == (1, ())
-    assert bad_inputs(MicroBatch(0, None)) == []
+    assert bad_inputs(None, 0) == []
 
 
 def adds(m: Any, batch: Any) -> Any:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_memtools.nonfinite.bad_step import BadStep, NonFiniteError, culprit_of, infer
-from lightning_memtools.nonfinite.causes import NonFiniteCause
-from lightning_memtools.nonfinite.finite_checks import BadTensor
-from lightning_memtools.nonfinite.guarded_step import BadInput, PastStep
+from lightning_memtools.nonfinite.bad_step import BadStep, NonFiniteCause, NonFiniteError, culprit_of, infer
+from lightning_memtools.nonfinite.finite_checks import BadInput, BadTensor
+from lightning_memtools.nonfinite.step_guard import PastStep
 
 CALM = [1.0, 1.1, 0.9, 1.0, math.nan]
 GROWN = [1.0, 1.1, 4.0, 30.0, math.inf]

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools.nonfinite.bad_step import BadStep
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import BadStep, NonFiniteCause
 from tests.nonfinite.gallery import BAD_BATCH, HEALTHY, ZERO_ROW, Small, _set, bad_data, good_data
 from tests.nonfinite.given_loss import bad_line
 from tests.nonfinite.observe import error_at_halt

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memtools.nonfinite import step_guard
-from lightning_memtools.nonfinite.guarded_step import GuardedStep
-from lightning_memtools.nonfinite.step_guard import StepGuard, gradients_under
+from lightning_memtools.nonfinite.step_guard import GuardedStep, StepGuard, gradients_under
 from tests.nonfinite.observe import differences
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_memtools.nonfinite.bad_step import NonFiniteError
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteCause, NonFiniteError
 from tests.nonfinite.given_loss import BAD, D, N, Net, bad_line, batches
 from tests.nonfinite.observe import error_at_halt
 

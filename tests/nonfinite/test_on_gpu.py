@@ -14,8 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_memtools import default_callbacks
-from lightning_memtools.nonfinite.guarded_step import MicroBatch
-from lightning_memtools.nonfinite.step_guard import StepGuard
+from lightning_memtools.nonfinite.step_guard import MicroBatch, StepGuard
 from lightning_memtools.nonfinite.step_rerun import StepConditions, StepRerun
 from lightning_memtools.state.random_state import RandomState
 from tests.lightning_models import trainer

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_memtools import HaltOnNaN
-from lightning_memtools.nonfinite.bad_step import NonFiniteError
-from lightning_memtools.nonfinite.causes import NonFiniteCause
+from lightning_memtools.nonfinite.bad_step import NonFiniteCause, NonFiniteError
 from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import differences, state_bits
 from tests.nonfinite.replay_models import BAD, Everything, ManualEverything, batches

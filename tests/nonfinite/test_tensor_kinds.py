@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from lightning_memtools.nonfinite.explain import with_other_samples
-from lightning_memtools.nonfinite.finite_checks import find_bad
-from lightning_memtools.nonfinite.guarded_step import MicroBatch, bad_inputs
+from lightning_memtools.nonfinite.finite_checks import bad_inputs, find_bad
 from lightning_memtools.nonfinite.operation_trace import OperationTrace, StorageKeys, bad_floats_of, facts_of
+from lightning_memtools.nonfinite.step_guard import MicroBatch
 from lightning_memtools.nonfinite.step_rerun import digests_of
 from lightning_memtools.state.state_snapshot import StateSnapshot
 
@@ -93,8 +93,7 @@ def test_nan_is_found_in_every_kind_of_tensor_that_can_be_read(name):
     assert bool(find_bad([("it", tensor)])) == holds_nan
     facts = facts_of(tensor)
     assert (facts is not None and "NaN or Inf" in facts.text) == holds_nan
-    micro = MicroBatch(0, {"it": tensor})
-    assert [bad.name for bad in bad_inputs(micro)] == ['batch["it"]'] * holds_nan
+    assert [bad.name for bad in bad_inputs({"it": tensor}, 0)] == ['batch["it"]'] * holds_nan
 
 
 @pytest.mark.parametrize("name", KINDS)
