@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_memtools.doctor import graph_checks, loader_checks, loss_checks, module_checks, parameter_checks
+from lightning_memtools.doctor import graph_checks, loader_checks, model_checks
 from lightning_memtools.doctor.findings import DoctorReport, Finding
 from lightning_memtools.doctor.training_case import TrainingCase
 from lightning_memtools.memory.error_frames import in_one_line
@@ -30,20 +30,20 @@ CHECKS: tuple[tuple[str, str, Callable[[TrainingCase, Any], list[Finding] | None
     ("batch_norm_one_sample", "first loss", loader_checks.batch_norm_one_sample),
     ("shared_memory", "start", loader_checks.note_free_memory),
     ("shared_memory", "first batch_start", loader_checks.shared_memory),
-    ("optimizer_parameters", "end", parameter_checks.optimizer_parameters),
-    ("symmetric_weights", "first gradients", parameter_checks.symmetric_weights),
-    ("devices", "start", module_checks.devices),
-    ("reproducibility", "start", module_checks.reproducibility),
+    ("optimizer_parameters", "end", model_checks.optimizer_parameters),
+    ("symmetric_weights", "first gradients", model_checks.symmetric_weights),
+    ("devices", "start", model_checks.devices),
+    ("reproducibility", "start", model_checks.reproducibility),
     ("scheduler_interval", "start", loader_checks.scheduler_interval),
-    ("missing_gradients", "update", parameter_checks.note_update),
-    ("missing_gradients", "end", parameter_checks.missing_gradients),
+    ("missing_gradients", "update", model_checks.note_update),
+    ("missing_gradients", "end", model_checks.missing_gradients),
     ("retained_graphs", "loss", graph_checks.mark_graph),
     ("retained_graphs", "batch_end", graph_checks.retained_graphs),
-    ("loss_broadcast", "first loss", loss_checks.loss_broadcast),
-    ("loss_sum", "first loss", loss_checks.note_sums),
-    ("loss_sum", "first batch_end", loss_checks.loss_sum),
-    ("frozen_batch_norm", "start", module_checks.note_frozen_norms),
-    ("frozen_batch_norm", "end", module_checks.frozen_norms),
+    ("loss_broadcast", "first loss", graph_checks.loss_broadcast),
+    ("loss_sum", "first loss", graph_checks.note_sums),
+    ("loss_sum", "first batch_end", graph_checks.loss_sum),
+    ("frozen_batch_norm", "start", model_checks.note_frozen_norms),
+    ("frozen_batch_norm", "end", model_checks.frozen_norms),
 )
 # Of these, the findings come from `diagnose`, which loads the checkpoint and runs the evaluation.
 ONLY_IN_DIAGNOSE = ("checkpoint_keys", "evaluation_graphs")

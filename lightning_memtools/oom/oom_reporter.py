@@ -1,27 +1,32 @@
-"""Makes an out-of-memory report and delivers it: to a file, the console, and the error itself."""
+"""Makes an out-of-memory report, and delivers it: to a file, the console, and the error itself."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from lightning_memtools._torch import free_gathered_parameters
 from lightning_memtools.memory.allocator import write_snapshot
 from lightning_memtools.memory.error_frames import in_one_line
-from lightning_memtools.memory.leaks.holdings import Holdings
+from lightning_memtools.memory.leaks.holder_search import names_of_run
+from lightning_memtools.memory.leaks.holdings import Holdings, find_holdings
+from lightning_memtools.memory.memory_releaser import free_failed_backward
+from lightning_memtools.memory.owned import KnowsItsTensors, cuda_address
+from lightning_memtools.memory.release_failed_step import uncounted
 from lightning_memtools.memory.user_code import user_line_of
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.advice_checks import advice_for
 from lightning_memtools.oom.failed_step import FailedRun, failed_step, processes_of
 from lightning_memtools.oom.failure_capture import FailureCapture
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment
-from lightning_memtools.oom.held_memory import held_memory
 from lightning_memtools.oom.report_page import ReportPage
 from lightning_memtools.reporting.console import print_on_console
 from lightning_memtools.reporting.files import NotWritten, write_file, write_report
@@ -125,3 +130,44 @@ def _write_snapshot(page: ReportPage, snapshot: dict[str, Any] | None) -> Path |
 def _file_name(moment: FailureMoment) -> str:
     rank = f"-rank{moment.rank}" if moment.world_size > 1 else ""
     return f"oom-{moment.stage}-step{moment.step}{rank}.md"
+
+
+HOLDERS_S = 3.0
+"""Processor time after which no further holder is looked for."""
+
+
+def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
+    """Return the objects that hold device memory, apart from the model, its optimizers and the batch.
+
+    Args:
+        run: The failed run.
+        capture: The FailureCapture that followed the run.
+        snapshot: The memory snapshot; None if nothing was recorded.
+    """
+    if capture.reader is None:
+        return Holdings()
+    # Copies that a search makes of nothing are host memory, and so is what it frees for autograd.
+    with uncounted():
+        free_failed_backward()
+    return find_holdings(
+        capture.on_device,
+        run.model,
+        run.optimizers,
+        capture.batch,
+        names_of_run(run.model, [*run.others, run.trainer]),
+        is_young=None if snapshot is None else _is_young(capture, snapshot),
+        seconds=HOLDERS_S,
+    )
+
+
+def _is_young(capture: FailureCapture, snapshot: Mapping[str, Any]) -> Callable[[Tensor], bool]:
+    """Return a function that tells from the snapshot whether a tensor was allocated in the current batch."""
+    reader, began = capture.reader, capture.batch_began
+    young = {
+        entry["addr"]
+        for entry in snapshot["device_traces"][capture.device.index or 0]
+        if began is not None and entry["time_us"] >= began and entry["action"] == "alloc"
+    }
+    if isinstance(reader, KnowsItsTensors):
+        return lambda tensor: reader.address_of(tensor) in young
+    return lambda tensor: cuda_address(tensor) in young

@@ -17,8 +17,7 @@ from lightning_memtools._torch import (
     without_sharding_hooks,
 )
 from lightning_memtools.memory.cuda_ops.attention import FUSED_ATTENTION
-from lightning_memtools.memory.cuda_ops.functions import ReplacedFunctions, cuda_functions
-from lightning_memtools.memory.cuda_ops.recurrent import CUDNN
+from lightning_memtools.memory.cuda_ops.functions import CUDNN, ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS
 from lightning_memtools.memory.cuda_ops.rules import RULES, Call, Rule
 from lightning_memtools.memory.gc_frozen import gc_frozen

@@ -384,7 +384,7 @@ def test_a_search_for_holders_that_fails_costs_only_its_own_line(tmp_path, monke
     def fails(*_: Any, **__: Any) -> None:
         raise KeyError("checkpoint in main")
 
-    monkeypatch.setattr("lightning_memtools.oom.held_memory.find_holdings", fails)
+    monkeypatch.setattr("lightning_memtools.oom.oom_reporter.find_holdings", fails)
     report = run_out(tmp_path, directory=str(tmp_path))[1].read_text()
     assert "Who holds memory could not be read: KeyError: 'checkpoint in main'." in report
     assert "Use training batches of" in report

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lightning_memtools.memory.peaks import StagePeak
 from lightning_memtools.memory.sizes import GIB
-from lightning_memtools.reporting.memory_summary import MemorySummary
+from lightning_memtools.reporting.memory_run import MemorySummary
 from lightning_memtools.reporting.tables import Table, console_table, markdown_table
 
 

@@ -11,7 +11,7 @@ from lightning_memtools._torch import KEEPS_CUBLAS_WORKSPACES
 from lightning_memtools.estimate import estimate_memory
 from lightning_memtools.memory.cuda_ops.attention import attention_backend
 from lightning_memtools.memory.cuda_ops.autocast import cuda_autocast
-from lightning_memtools.memory.cuda_ops.recurrent import cudnn_spaces
+from lightning_memtools.memory.cuda_ops.functions import cudnn_spaces
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from tests.estimate.networks import mlp, total
 

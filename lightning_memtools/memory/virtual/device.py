@@ -24,7 +24,7 @@ from lightning_memtools.memory.allocator import (
     SimulatedOutOfMemory,
     take_snapshot,
 )
-from lightning_memtools.memory.cuda_ops.recurrent import flatten_weights
+from lightning_memtools.memory.cuda_ops.functions import flatten_weights
 from lightning_memtools.memory.cuda_ops.rules import Rule
 from lightning_memtools.memory.sizes import GpuShape, context_bytes, find_gpu, format_size, parse_capacity, parse_size
 from lightning_memtools.memory.stats import MemoryStats
