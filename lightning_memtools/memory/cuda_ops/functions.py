@@ -188,7 +188,7 @@ def _cell(  # noqa: PLR0917, as torch's
         return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
 
 
-RECURRENT: dict[Any, Callable[..., Any]] = {
+_RECURRENT: dict[Any, Callable[..., Any]] = {
     torch.lstm_cell: _cell,
     torch.gru_cell: _cell,
     torch.lstm: partial(_recurrent, _LSTM),
@@ -196,7 +196,6 @@ RECURRENT: dict[Any, Callable[..., Any]] = {
     torch.rnn_tanh: partial(_recurrent, _PLAIN),
     torch.rnn_relu: partial(_recurrent, _PLAIN),
 }
-"""The replacement of each of torch's recurrent functions for fake tensors."""
 
 CUDNN: dict[Any, Rule] = {
     aten._cudnn_rnn.default: cudnn_rnn,
@@ -287,4 +286,4 @@ def _rms_norm(
 def cuda_functions(gpu: GpuShape) -> dict[Any, Callable[..., Any]]:
     """Return replacements for torch's attention, rms_norm and RNN functions, to allocate memory as on a given GPU."""
     attend = partial(attention, gpu=gpu)
-    return {F.scaled_dot_product_attention: attend, F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, **RECURRENT}
+    return {F.scaled_dot_product_attention: attend, F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm, **_RECURRENT}

@@ -62,7 +62,7 @@ static size_t element_bytes(int type) {
 }
 
 // Recurrent layers. The weights lie in one buffer, layer after layer: all gates of the input, all of the state, a projection,
-// then the biases. Only a real cuDNN knows its workspace and reserve space: here as the estimate has them (cuda_ops/recurrent.py).
+// then the biases. Only a real cuDNN knows its workspace and reserve space: here as the estimate has them (cuda_ops/functions.py).
 enum { LSTM = 2, GRU = 3 };  // of cudnnRNNMode_t; 0 and 1 have one gate
 typedef struct { float share; } Dropout;
 typedef struct { size_t places; } Sequences;
