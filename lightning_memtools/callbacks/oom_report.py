@@ -87,7 +87,7 @@ class OOMReport(WatchingCallback):
         self.stop_watching()
         directory = report_directory(trainer, self._reports_to)
         self._reporter = OOMReporter(directory, self.checks_seconds)
-        place, optimizers = partial(place_of, trainer), lambda: trainer.optimizers
+        place, optimizers = partial(_place_of, trainer), lambda: trainer.optimizers
         device = trainer.strategy.root_device
         self._capture = FailureCapture(device, pl_module, place, optimizers, snapshot=self.snapshot)
 
@@ -167,7 +167,7 @@ class OOMReport(WatchingCallback):
         self, trainer: Trainer, facts: FailureFacts, *, error: BaseException | None = None, done: str = ""
     ) -> tuple[Action, ...]:
         """Write and log a report on a step that ran out of memory, and return the suggested changes."""
-        capture, run = self._following, partial(failed_run_of, trainer, facts.batch)
+        capture, run = self._following, partial(_failed_run_of, trainer, facts.batch)
         # Memory that runs out while a report is made must not replace the facts that it is about.
         capture.is_reporting = True
         try:
@@ -193,13 +193,13 @@ class OOMReport(WatchingCallback):
         return self._capture
 
 
-def place_of(trainer: Trainer) -> FailureMoment:
+def _place_of(trainer: Trainer) -> FailureMoment:
     """Return the current stage, step, rank and hook of a run. The batch and the phase are left unset."""
     stage, step, rank = running_stage(trainer), training_step(trainer), trainer.global_rank
     return FailureMoment(stage, step, rank=rank, world_size=trainer.world_size, hook=running_hook())
 
 
-def failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
+def _failed_run_of(trainer: Trainer, batch: Any) -> FailedRun:
     """Return the facts about a failed run on which the suggested changes depend. `batch` is the batch that failed."""
     callbacks, pl_module = callbacks_of(trainer), trainer.lightning_module
     plans = [callback.plan for callback in callbacks if isinstance(callback, GradientCheckpointing)]

@@ -36,6 +36,7 @@ T = TypeVar("T")
 # A report may take ten seconds of the processor. When this time is over, what is running may still take a trace or a
 # plan.
 CHECKS_S = 8.0
+HOLDERS_S = 3.0  # of processor time: after that no further holder is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +131,6 @@ def _write_snapshot(page: ReportPage, snapshot: dict[str, Any] | None) -> Path |
 def _file_name(moment: FailureMoment) -> str:
     rank = f"-rank{moment.rank}" if moment.world_size > 1 else ""
     return f"oom-{moment.stage}-step{moment.step}{rank}.md"
-
-
-HOLDERS_S = 3.0
-"""Processor time after which no further holder is looked for."""
 
 
 def held_memory(run: FailedRun, capture: FailureCapture, snapshot: Mapping[str, Any] | None) -> Holdings:
