@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import node_sequence_number, write_count
+from lightning_memtools._torch import node_sequence_number, write_count_or_none
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain, forward_of_class
 from lightning_memtools.checkpointing.exact_recomputation import updates_statistics
@@ -81,10 +81,8 @@ def units_of_step(
 ) -> StepUnits:
     """Run a step on fake tensors, and measure each layer of the chains and the code between layers.
 
-    The loss of the linear layers `heads` is computed in chunks. `plain` is the cost without a plan, if known.
-
-    Raises:
-        Exception: Whatever the step raises on fake tensors, for instance because it reads their values.
+    The loss of the linear layers `heads` is computed in chunks. `plain` is the cost without a plan, if known. What the
+    step raises on fake tensors is raised.
     """
     with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
@@ -106,9 +104,7 @@ def units_of_step(
 class _Recorder:
     """Cuts a step into units where layers begin and end, and measures the forward and backward pass of each unit.
 
-    Attributes:
-        units: The units, in the order of the forward pass.
-        spans: For each layer, the start and the end (exclusive) of the units in its first call, as indices.
+    For `units` and `spans`, see StepUnits.
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
@@ -119,6 +115,7 @@ class _Recorder:
         self._open = Unit({}, 0)
         self._operations_before = 0
         self._given: list[tuple[int, weakref.ref[Tensor], int]] = []
+        self._n_unpacked, self._unrepeatable = 0, dict[Place, str]()
         self._backward: Unit | None = None
         self._hooks: dict[tuple[int, int], Any] = {}  # by autograd's node and the number of its output
         self._state_before: dict[tuple[int, str], Any] = {}
@@ -130,7 +127,7 @@ class _Recorder:
         self._state_before = _state_of(self._trace.model)
         self._static = {entry.block.id for entry in self._trace.device.blocks()}
         self._begin(())
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def begin_backward(self) -> None:
         """End the forward pass, and begin the backward pass of the unit that ran last."""
@@ -150,8 +147,7 @@ class _Recorder:
     def close(self) -> None:
         """Remove the hooks from the step's tensors, and drop references to tensors.
 
-        The autograd graph keeps its hooks alive, and these refer to this recorder. If the recorder in turn referred to
-        a tensor of the graph, Python's garbage collector could not see this reference cycle, and it would leak.
+        The graph keeps its hooks alive, and these keep this recorder: the garbage collector does not see such a cycle.
         """
         for hook in self._hooks.values():
             hook.remove()
@@ -160,10 +156,9 @@ class _Recorder:
 
     def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
         """Return, for each layer whose forward changed an attribute or buffer, a phrase that names the change."""
-        before, after = self._state_before, self._state_after
-        names = [key for key, value in after.items() if key in before and before[key] != value]
+        names = [key for key, value in self._state_after.items() if self._state_before.get(key, value) != value]
         owners = dict(reversed(names))  # the first of each
-        return {
+        return self._unrepeatable | {
             (index, at): f"it changes {path}{'.' if path else ''}{owners[id(part)]} when it runs"
             for index, chain in enumerate(chains if owners else ())
             for at, layer in enumerate(chain.layers)
@@ -178,22 +173,25 @@ class _Recorder:
             return  # it is never recomputed
         if chain.is_module:
             plain = forward_of_class(module)
-            vars(module)["forward"] = lambda *args, **kwargs: self._call((index, 0), plain, args, kwargs)
+            vars(module)["forward"] = lambda *args, **kwargs: self._call((index, 0), module, plain, args, kwargs)
             return
         layers = [self._trace.model.get_submodule(name) for name in chain.layers]
 
         def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
             for at, layer in enumerate(layers):
-                input = self._call((index, at), layer, (input,), {})  # noqa: A001, as above
+                input = self._call((index, at), layer, layer, (input,), {})  # noqa: A001, as above
             return input
 
         vars(module)["forward"] = forward
 
-    def _call(self, place: Place, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, place: Place, module: nn.Module, layer: Any, args: Any, kwargs: Any) -> Any:
         self._cut((args, kwargs))
         start = len(self.units)
-        given = [(start, weakref.ref(tensor), write_count(tensor)) for tensor in tensors_in((args, kwargs))]
+        given = [(start, weakref.ref(tensor), write_count_or_none(tensor)) for tensor in tensors_in((args, kwargs))]
+        before = self._n_unpacked, [*map(write_count_or_none, module.parameters())]
         out = layer(*args, **kwargs)
+        if before != (self._n_unpacked, [*map(write_count_or_none, module.parameters())]):
+            self._unrepeatable[place] = "it writes to a parameter or takes a gradient when it runs"
         self._cut(out)
         for each in given:  # now, while they are there, and again when the forward pass is over
             self._note_writes(*each)
@@ -203,7 +201,7 @@ class _Recorder:
 
     def _note_writes(self, at: int, given: weakref.ref[Tensor], count: int) -> None:
         tensor = given()
-        if at < len(self.units) and tensor is not None and write_count(tensor) != count:
+        if at < len(self.units) and tensor is not None and write_count_or_none(tensor) != count:
             self.units[at].may_start = False
 
     def _cut(self, value: Any) -> None:
@@ -229,8 +227,7 @@ class _Recorder:
                 if key not in self._hooks:  # otherwise an earlier unit made it, and this one hands it on
                     self._hooks[key] = tensor.register_hook(partial(self._enter_backward, unit))  # type: ignore[no-untyped-call]
 
-    def _enter_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
-        del gradient
+    def _enter_backward(self, unit: Unit, _: Tensor | None = None) -> None:
         if unit.backward_before is None:
             self.leave_backward()
             unit.backward_before = self._trace.allocated()
@@ -241,6 +238,10 @@ class _Recorder:
         self._open.saved.update(self._blocks(tensor))
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
         return tensor if tensor.is_leaf else tensor.detach()
+
+    def _unpack(self, tensor: Tensor) -> Tensor:
+        self._n_unpacked += 1
+        return tensor
 
     def _blocks(self, value: Any) -> dict[int, int]:
         """Return the ids and sizes of the memory blocks of tensors in `value`, except those older than the step."""
@@ -268,5 +269,5 @@ def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
 
 def _noted(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return id(value), write_count(value), value  # it is held, so that its id stays its own
+        return id(value), write_count_or_none(value), value  # it is held, so that its id stays its own
     return repr(value) if isinstance(value, (int, float, str)) else type(value)

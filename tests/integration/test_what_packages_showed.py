@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
+from lightning_memtools import GradientCheckpointing, HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
@@ -270,3 +270,29 @@ def test_a_users_own_class_of_tensors_can_be_traced_to_a_nan_and_lies_on_a_virtu
     plain = batches[0].as_subclass(torch.Tensor)
     assert torch.equal(fingerprint(batches[0]), fingerprint(plain))  # by which GradientCheckpointing compares
     assert not torch.equal(fingerprint(batches[0]), fingerprint(plain + 1))
+
+
+class Block(nn.Module):
+    """As EDM2's layers and learnable codebooks of vector-quantize-pytorch, or as a model of forces."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.a, self.b, self.writes = nn.Linear(64, 512), nn.Linear(512, 64), writes
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.writes):
+            at = x.detach().requires_grad_()
+            out = self.b.weight.mul_(0.99) if self.writes else torch.autograd.grad(self.a(at).tanh().sum(), at)[0]
+        return self.b(self.a(x).tanh()) + out.mean()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_layer_that_writes_to_its_weight_or_takes_a_gradient_is_not_recomputed(writes):
+    weights, checkpointing = [], GradientCheckpointing()
+    for callbacks in ([], [checkpointing]):
+        torch.manual_seed(0)
+        net = Net(nn.Sequential(Block(writes), Block(writes)), lambda net, x: net(x).square().mean())
+        L.Trainer(**QUIET, callbacks=callbacks).fit(net, DataLoader(torch.randn(64, 64), 8))
+        weights.append(nn.utils.parameters_to_vector(net.parameters()))
+    assert torch.equal(*weights)
+    assert "writes to a parameter or takes a gradient" in checkpointing.plan.left_out["net.0"]
