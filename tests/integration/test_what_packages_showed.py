@@ -296,3 +296,28 @@ def test_a_layer_that_writes_to_its_weight_or_takes_a_gradient_is_not_recomputed
         weights.append(nn.utils.parameters_to_vector(net.parameters()))
     assert torch.equal(*weights)
     assert "writes to a parameter or takes a gradient" in checkpointing.plan.left_out["net.0"]
+
+
+def test_weights_that_hooks_update_in_backward_are_not_said_to_have_been_bad_before(tmp_path):
+    """As the gradient release of torch-optimi."""
+
+    @torch.no_grad()
+    def update(parameter):
+        parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    def release(parameters):
+        for each in (parameters := [*parameters]):
+            each.register_post_accumulate_grad_hook(update)
+        return torch.optim.SGD(parameters, 0.1)
+
+    def fit(batches):
+        model = Net(nn.Linear(4, 1), lambda net, x: (net(x).square() / x.abs().max()).mean(), release)
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN(directory=str(tmp_path))]).fit(model, DataLoader(batches, 8))
+
+    with pytest.warns(UserWarning, match="HaltOnNaN saw no gradient"):
+        fit(torch.ones(48, 4))
+    for value, cause in ((torch.nan, "dirty data"), (0.0, "not known")):
+        with pytest.raises(NonFiniteError, match=r"The step writes net.weight") as caught:
+            fit(torch.ones(48, 4).index_fill(0, torch.arange(16, 24), value))
+        assert caught.value.cause == cause
