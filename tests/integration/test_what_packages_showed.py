@@ -295,7 +295,8 @@ def test_a_layer_that_writes_to_its_weight_or_takes_a_gradient_is_not_recomputed
         L.Trainer(**QUIET, callbacks=callbacks).fit(net, DataLoader(torch.randn(64, 64), 8))
         weights.append(nn.utils.parameters_to_vector(net.parameters()))
     assert torch.equal(*weights)
-    assert "writes to a parameter or takes a gradient" in checkpointing.plan.left_out["net.0"]
+    why = "it changes b.weight when it runs" if writes else "it takes a gradient when it runs"
+    assert checkpointing.plan.left_out["net.0"] == why
 
 
 def test_weights_that_hooks_update_in_backward_are_not_said_to_have_been_bad_before(tmp_path):
@@ -321,3 +322,24 @@ def test_weights_that_hooks_update_in_backward_are_not_said_to_have_been_bad_bef
         with pytest.raises(NonFiniteError, match=r"The step writes net.weight") as caught:
             fit(torch.ones(48, 4).index_fill(0, torch.arange(16, 24), value))
         assert caught.value.cause == cause
+
+
+class Two(Net):
+    """As Muon beside AdamW: two optimizers, one loss."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_update_without_a_loss_of_its_own_is_not_shown_as_nan():
+    batches = torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan)
+    one_each = lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters]  # noqa: E731
+    model = Two(nn.Linear(4, 1), lambda net, x: net(x).square().mean(), one_each)
+    with pytest.raises(NonFiniteError) as caught:
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(model, DataLoader(batches, 8))
+    assert [loss == loss for loss in caught.value.losses] == [True] * 4 + [False]  # noqa: PLR0124
