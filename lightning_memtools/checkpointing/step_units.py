@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -89,49 +90,44 @@ def units_of_step(
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
         if plain is None and modules_with_caches(trace.model):
             plain = trace.run()
-        with closing(_Recorder(trace, chains)) as recorder:
-            with caches_off(trace.model):
-                measured = trace.run(recorder.around_forward, recorder.begin_backward)
-                recorder.leave_backward()
-            changed = recorder.layers_that_changed(chains)
+        with closing(_Recorder(trace, chains)) as recorder, caches_off(trace.model):
+            measured = trace.run(recorder.around_forward, recorder.begin_backward)
+            recorder.leave_backward()
         for unit, then in reversed(list(pairwise(recorder.units))):
             # If a unit returns its input, or a view of it, nothing may overwrite what the next one takes either.
             hands_on = bool(then.input) and then.input.keys() <= unit.input.keys()
             unit.may_start = unit.may_start and (then.may_start or not hands_on)
-        return StepUnits(tuple(recorder.units), plain or measured, recorder.spans, changed)
+        return StepUnits(tuple(recorder.units), plain or measured, recorder.spans, recorder.changed)
 
 
 class _Recorder:
     """Cuts a step into units where layers begin and end, and measures the forward and backward pass of each unit.
 
-    For `units` and `spans`, see StepUnits.
+    For `units`, `spans` and `changed`, see StepUnits.
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
         self.units: list[Unit] = []
         self.spans: dict[Place, tuple[int, int]] = {}
+        self.changed: dict[Place, str] = {}
         self._trace = trace
         self._static: set[int] = set()
         self._open = Unit({}, 0)
         self._operations_before = 0
         self._given: list[tuple[int, weakref.ref[Tensor], int]] = []
-        self._n_unpacked, self._unrepeatable = 0, dict[Place, str]()
+        self._n_unpacked = 0
         self._backward: Unit | None = None
         self._hooks: dict[tuple[int, int], Any] = {}  # by autograd's node and the number of its output
-        self._state_before: dict[tuple[int, str], Any] = {}
-        self._state_after: dict[tuple[int, str], Any] = {}
         for index, chain in enumerate(chains):
             self._watch(index, chain)
 
     def around_forward(self) -> Any:
-        self._state_before = _state_of(self._trace.model)
         self._static = {entry.block.id for entry in self._trace.device.blocks()}
         self._begin(())
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def begin_backward(self) -> None:
         """End the forward pass, and begin the backward pass of the unit that ran last."""
-        self._state_after = _state_of(self._trace.model)
         self._cut(())
         for given in self._given:
             self._note_writes(*given)
@@ -151,20 +147,6 @@ class _Recorder:
         """
         for hook in self._hooks.values():
             hook.remove()
-        self._state_before.clear()
-        self._state_after.clear()
-
-    def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return, for each layer whose forward changed an attribute or buffer, a phrase that names the change."""
-        names = [key for key, value in self._state_after.items() if self._state_before.get(key, value) != value]
-        owners = dict(reversed(names))  # the first of each
-        return self._unrepeatable | {
-            (index, at): f"it changes {path}{'.' if path else ''}{owners[id(part)]} when it runs"
-            for index, chain in enumerate(chains if owners else ())
-            for at, layer in enumerate(chain.layers)
-            for path, part in self._trace.model.get_submodule(layer).named_modules()
-            if id(part) in owners
-        }
 
     def _watch(self, index: int, chain: Chain) -> None:
         """Replace the forward of a chain (a Sequential or module), so that this recorder sees each layer's call."""
@@ -188,10 +170,12 @@ class _Recorder:
         self._cut((args, kwargs))
         start = len(self.units)
         given = [(start, weakref.ref(tensor), write_count_or_none(tensor)) for tensor in tensors_in((args, kwargs))]
-        before = self._n_unpacked, [*map(write_count_or_none, module.parameters())]
+        n_unpacked, before = self._n_unpacked, _state_of(module)
         out = layer(*args, **kwargs)
-        if before != (self._n_unpacked, [*map(write_count_or_none, module.parameters())]):
-            self._unrepeatable[place] = "it writes to a parameter or takes a gradient when it runs"
+        changed = [name for name, value in _state_of(module).items() if before.get(name, value) != value]
+        if changed or self._n_unpacked > n_unpacked:
+            what = f"changes {changed[0]}" if changed else "takes a gradient"
+            self.changed[place] = f"it {what} when it runs"
         self._cut(out)
         for each in given:  # now, while they are there, and again when the forward pass is over
             self._note_writes(*each)
@@ -250,24 +234,28 @@ class _Recorder:
         return {block.id: block.size for block in blocks if block.id not in self._static}
 
 
-def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
-    """Return the values in the attributes of modules, to find out what a forward pass changes.
+def _state_of(module: nn.Module) -> dict[str, list[Any]]:
+    """Return the values of parameters, buffers, attributes and hooks' variables, to find out what a forward changes.
 
     Running statistics are left out. They may change, because recomputation restores them.
     """
-    state: dict[tuple[int, str], list[Any]] = {}
-    for part in model.modules():
+    state: dict[str, list[Any]] = {}
+    for path, part in module.named_modules():
         held = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
         held |= {f"{variable.name} (of a hook)": variable.value for variable in variables_of_hooks(part)}
         held |= {} if updates_statistics(part) else dict(part.named_buffers(recurse=False))
-        for name, value in held.items():
-            elements = value.values() if isinstance(value, dict) else value
-            is_container = isinstance(value, (list, dict, set, deque))
-            state[id(part), name] = [_noted(each) for each in (elements if is_container else [value])]
+        for name, value in (*held.items(), *part.named_parameters(recurse=False)):
+            # The hooks of transformers collect router logits in lists, while a model runs, and these in a variable.
+            content = value.get(None) if isinstance(value, ContextVar) else value
+            elements = content.values() if isinstance(content, dict) else content
+            is_container = isinstance(content, (list, dict, set, deque))
+            state[f"{path}.{name}".lstrip(".")] = [_noted(each) for each in (elements if is_container else [content])]
     return state
 
 
 def _noted(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), write_count_or_none(value), value  # it is held, so that its id stays its own
+    if isinstance(value, list):
+        return len(value)
     return repr(value) if isinstance(value, (int, float, str)) else type(value)
