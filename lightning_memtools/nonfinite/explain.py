@@ -80,7 +80,8 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         raise CannotRerunError(f"{bad.doubts[0]} Without hooks that update weights, the operation is found")
     position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
-    is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or are_masked(trace.events, bad_memory, leaves)
+    has_good_loss = bool(traced.losses) and all(map(math.isfinite, map(float, traced.losses)))
+    is_late_mask = has_good_loss or are_masked(trace.events, bad_memory, leaves)
     bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
     is_of_samples = bad.cause not in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER}

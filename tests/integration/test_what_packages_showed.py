@@ -336,6 +336,25 @@ class Two(Net):
             optimizer.zero_grad()
 
 
+class Jacobian(Two):
+    """As torchjd: gradients that no loss is known of."""
+
+    def training_step(self, batch, batch_idx):
+        Net.training_step(self, batch, batch_idx).backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+def test_a_dirty_batch_whose_loss_was_not_seen_is_not_said_to_be_masked_too_late():
+    batches = torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan)
+    both = lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters]  # noqa: E731
+    model = Jacobian(nn.Linear(4, 1), lambda net, x: net(x).square().mean(), both)
+    with pytest.raises(NonFiniteError) as caught:
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(model, DataLoader(batches, 8))
+    assert caught.value.cause == "dirty data"
+    assert "Last losses" not in str(caught.value)
+
+
 def test_an_update_without_a_loss_of_its_own_is_not_shown_as_nan():
     batches = torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan)
     one_each = lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters]  # noqa: E731
