@@ -362,3 +362,30 @@ def test_an_update_without_a_loss_of_its_own_is_not_shown_as_nan():
     with pytest.raises(NonFiniteError) as caught:
         L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(model, DataLoader(batches, 8))
     assert [loss == loss for loss in caught.value.losses] == [True] * 4 + [False]  # noqa: PLR0124
+
+
+class SetUpOnce(nn.Module):
+    """As a codebook of vector-quantize-pytorch that begins with the means of its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 512), nn.Linear(512, 64)
+        self.register_buffer("is_ready", torch.zeros(()))
+
+    def forward(self, x):
+        hidden = self.a(x if self.is_ready else x.repeat(2, 1)).tanh()
+        self.is_ready.data.fill_(1)
+        return x + self.b(hidden)[: len(x)]
+
+
+def test_a_layer_that_is_set_up_by_its_first_batch_does_not_end_the_planning():
+    weights, checkpointing = [], GradientCheckpointing()
+    for callbacks in ([], [checkpointing]):
+        torch.manual_seed(0)
+        net = Net(nn.ModuleList([SetUpOnce(), SetUpOnce()]), lambda net, x: net[1](net[0](x)).square().mean())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first step finds that it cannot be run twice
+            L.Trainer(**QUIET, callbacks=callbacks).fit(net, DataLoader(torch.randn(384, 64), 64))
+        weights.append(nn.utils.parameters_to_vector(net.parameters()))
+    assert torch.equal(*weights)
+    assert checkpointing.plan.chains
