@@ -361,9 +361,11 @@ class HaltRun:
             warnings.warn(f"The last steps could not be checked any more: {error}", DegradedWarning, stacklevel=2)
 
     def warn_if_blind(self) -> None:
-        """Warn if no step could be checked: in manual optimization, a module may update weights past Lightning."""
-        if self._trainer.optimizers and not (self._is_automatic or self.guard.history):
-            text = "use self.optimizers() and self.manual_backward(loss), by which Lightning's callbacks see each step"
+        """Warn if no gradient could be checked: a module or hooks may update weights past Lightning."""
+        history, parameters = self.guard.history, self._module.parameters()
+        is_empty = not any(past.norm for past in history) and all(each.grad is None for each in parameters)
+        if self._trainer.optimizers and (is_empty if history else not self._is_automatic):
+            text = "use self.optimizers() and self.manual_backward(loss), and no hooks that update weights in backward"
             warnings.warn(f"HaltOnNaN saw no gradient, and checks none: {text}.", DegradedWarning, stacklevel=2)
 
     def _halt(self, step: GuardedStep) -> BadStep:
@@ -419,11 +421,7 @@ class HaltRun:
         bad.step_file = written.reason if isinstance(written, NotWritten) else written
 
     def _save_last_good(self, everyone: list[BadStep]) -> Path | str:
-        """Write a checkpoint of the state before a bad step, if it was finite on all ranks (`everyone`). Collective.
-
-        Returns:
-            Its path, or why it was not written.
-        """
+        """Write a checkpoint of the state before a bad step; return its path, or why there is none. Collective."""
         bad = [tensor for each in everyone for tensor in each.before]
         if bad:
             forbid_saving_on_exception(self._trainer)

@@ -180,12 +180,10 @@ def _cost_of_plans(step: StepRequest, heads: Sequence[str], known: dict[_Chains,
 
         def cost_of(plans: _Chains) -> StepCost:
             if plans not in known:
-                is_first = not traces
-                if is_first:
+                if not traces:  # the first run leaves memory, and what codebooks set up once, as a later step finds it
                     traces.append(stack.enter_context(tracing(step)))
+                    traces[0].run()
                 with AppliedPlan(traces[0].model, plans, heads=heads):
-                    if is_first:  # it leaves the memory as a later step finds it
-                        traces[0].run()
                     known[plans] = traces[0].run()
             return known[plans]
 

@@ -155,8 +155,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's values. Tensors that differ in any bit (almost certainly) have different hashes.
 
     Each 8 bytes are multiplied by a fixed random odd number and summed modulo 2^64 (multilinear hashing, Carter and
-    Wegman 1979). If a single element changes, so does the hash. It depends on the order of elements, unlike that of
-    `torch.hash_tensor`. The hash is 0 for tensors whose values cannot be read.
+    Wegman 1979), so that their order counts too. The hash is 0 for tensors whose values cannot be read.
     """
     if not has_readable_values(tensor):
         return torch.zeros((), dtype=torch.int64)

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memtools._torch import node_sequence_number, write_count
+from lightning_memtools._torch import node_sequence_number, write_count_or_none
 from lightning_memtools.checkpointing.apply_plan import AppliedPlan
 from lightning_memtools.checkpointing.chains import Chain, forward_of_class
 from lightning_memtools.checkpointing.exact_recomputation import updates_statistics
@@ -81,60 +82,52 @@ def units_of_step(
 ) -> StepUnits:
     """Run a step on fake tensors, and measure each layer of the chains and the code between layers.
 
-    The loss of the linear layers `heads` is computed in chunks. `plain` is the cost without a plan, if known.
-
-    Raises:
-        Exception: Whatever the step raises on fake tensors, for instance because it reads their values.
+    The loss of the linear layers `heads` is computed in chunks. `plain` is the cost without a plan, if known. What the
+    step raises on fake tensors is raised.
     """
     with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
         # Without a plan, a language model fills its cache of keys and values; the layers are measured without one.
         if plain is None and modules_with_caches(trace.model):
             plain = trace.run()
-        with closing(_Recorder(trace, chains)) as recorder:
-            with caches_off(trace.model):
-                measured = trace.run(recorder.around_forward, recorder.begin_backward)
-                recorder.leave_backward()
-            changed = recorder.layers_that_changed(chains)
+        with closing(_Recorder(trace, chains)) as recorder, caches_off(trace.model):
+            measured = trace.run(recorder.around_forward, recorder.begin_backward)
+            recorder.leave_backward()
         for unit, then in reversed(list(pairwise(recorder.units))):
             # If a unit returns its input, or a view of it, nothing may overwrite what the next one takes either.
             hands_on = bool(then.input) and then.input.keys() <= unit.input.keys()
             unit.may_start = unit.may_start and (then.may_start or not hands_on)
-        return StepUnits(tuple(recorder.units), plain or measured, recorder.spans, changed)
+        return StepUnits(tuple(recorder.units), plain or measured, recorder.spans, recorder.changed)
 
 
 class _Recorder:
     """Cuts a step into units where layers begin and end, and measures the forward and backward pass of each unit.
 
-    Attributes:
-        units: The units, in the order of the forward pass.
-        spans: For each layer, the start and the end (exclusive) of the units in its first call, as indices.
+    For `units`, `spans` and `changed`, see StepUnits.
     """
 
     def __init__(self, trace: StepTrace, chains: Sequence[Chain]) -> None:
         self.units: list[Unit] = []
         self.spans: dict[Place, tuple[int, int]] = {}
+        self.changed: dict[Place, str] = {}
         self._trace = trace
         self._static: set[int] = set()
         self._open = Unit({}, 0)
         self._operations_before = 0
         self._given: list[tuple[int, weakref.ref[Tensor], int]] = []
+        self._n_unpacked = 0
         self._backward: Unit | None = None
         self._hooks: dict[tuple[int, int], Any] = {}  # by autograd's node and the number of its output
-        self._state_before: dict[tuple[int, str], Any] = {}
-        self._state_after: dict[tuple[int, str], Any] = {}
         for index, chain in enumerate(chains):
             self._watch(index, chain)
 
     def around_forward(self) -> Any:
-        self._state_before = _state_of(self._trace.model)
         self._static = {entry.block.id for entry in self._trace.device.blocks()}
         self._begin(())
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def begin_backward(self) -> None:
         """End the forward pass, and begin the backward pass of the unit that ran last."""
-        self._state_after = _state_of(self._trace.model)
         self._cut(())
         for given in self._given:
             self._note_writes(*given)
@@ -150,26 +143,10 @@ class _Recorder:
     def close(self) -> None:
         """Remove the hooks from the step's tensors, and drop references to tensors.
 
-        The autograd graph keeps its hooks alive, and these refer to this recorder. If the recorder in turn referred to
-        a tensor of the graph, Python's garbage collector could not see this reference cycle, and it would leak.
+        The graph keeps its hooks alive, and these keep this recorder: the garbage collector does not see such a cycle.
         """
         for hook in self._hooks.values():
             hook.remove()
-        self._state_before.clear()
-        self._state_after.clear()
-
-    def layers_that_changed(self, chains: Sequence[Chain]) -> dict[Place, str]:
-        """Return, for each layer whose forward changed an attribute or buffer, a phrase that names the change."""
-        before, after = self._state_before, self._state_after
-        names = [key for key, value in after.items() if key in before and before[key] != value]
-        owners = dict(reversed(names))  # the first of each
-        return {
-            (index, at): f"it changes {path}{'.' if path else ''}{owners[id(part)]} when it runs"
-            for index, chain in enumerate(chains if owners else ())
-            for at, layer in enumerate(chain.layers)
-            for path, part in self._trace.model.get_submodule(layer).named_modules()
-            if id(part) in owners
-        }
 
     def _watch(self, index: int, chain: Chain) -> None:
         """Replace the forward of a chain (a Sequential or module), so that this recorder sees each layer's call."""
@@ -178,22 +155,27 @@ class _Recorder:
             return  # it is never recomputed
         if chain.is_module:
             plain = forward_of_class(module)
-            vars(module)["forward"] = lambda *args, **kwargs: self._call((index, 0), plain, args, kwargs)
+            vars(module)["forward"] = lambda *args, **kwargs: self._call((index, 0), module, plain, args, kwargs)
             return
         layers = [self._trace.model.get_submodule(name) for name in chain.layers]
 
         def forward(input: Any) -> Any:  # noqa: A002, Sequential's own name
             for at, layer in enumerate(layers):
-                input = self._call((index, at), layer, (input,), {})  # noqa: A001, as above
+                input = self._call((index, at), layer, layer, (input,), {})  # noqa: A001, as above
             return input
 
         vars(module)["forward"] = forward
 
-    def _call(self, place: Place, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, place: Place, module: nn.Module, layer: Any, args: Any, kwargs: Any) -> Any:
         self._cut((args, kwargs))
         start = len(self.units)
-        given = [(start, weakref.ref(tensor), write_count(tensor)) for tensor in tensors_in((args, kwargs))]
+        given = [(start, weakref.ref(tensor), write_count_or_none(tensor)) for tensor in tensors_in((args, kwargs))]
+        n_unpacked, before = self._n_unpacked, _state_of(module)
         out = layer(*args, **kwargs)
+        changed = [name for name, value in _state_of(module).items() if before.get(name, value) != value]
+        if changed or self._n_unpacked > n_unpacked:
+            what = f"changes {changed[0]}" if changed else "takes a gradient"
+            self.changed[place] = f"it {what} when it runs"
         self._cut(out)
         for each in given:  # now, while they are there, and again when the forward pass is over
             self._note_writes(*each)
@@ -203,7 +185,7 @@ class _Recorder:
 
     def _note_writes(self, at: int, given: weakref.ref[Tensor], count: int) -> None:
         tensor = given()
-        if at < len(self.units) and tensor is not None and write_count(tensor) != count:
+        if at < len(self.units) and tensor is not None and write_count_or_none(tensor) != count:
             self.units[at].may_start = False
 
     def _cut(self, value: Any) -> None:
@@ -229,8 +211,7 @@ class _Recorder:
                 if key not in self._hooks:  # otherwise an earlier unit made it, and this one hands it on
                     self._hooks[key] = tensor.register_hook(partial(self._enter_backward, unit))  # type: ignore[no-untyped-call]
 
-    def _enter_backward(self, unit: Unit, gradient: Tensor | None = None) -> None:
-        del gradient
+    def _enter_backward(self, unit: Unit, _: Tensor | None = None) -> None:
         if unit.backward_before is None:
             self.leave_backward()
             unit.backward_before = self._trace.allocated()
@@ -242,6 +223,10 @@ class _Recorder:
         # Not the tensor itself: an operator that keeps its own output would keep itself alive. A leaf is no output.
         return tensor if tensor.is_leaf else tensor.detach()
 
+    def _unpack(self, tensor: Tensor) -> Tensor:
+        self._n_unpacked += 1
+        return tensor
+
     def _blocks(self, value: Any) -> dict[int, int]:
         """Return the ids and sizes of the memory blocks of tensors in `value`, except those older than the step."""
         entries = map(self._trace.device.block_of, tensors_in(value))
@@ -249,24 +234,28 @@ class _Recorder:
         return {block.id: block.size for block in blocks if block.id not in self._static}
 
 
-def _state_of(model: nn.Module) -> dict[tuple[int, str], list[Any]]:
-    """Return the values in the attributes of modules, to find out what a forward pass changes.
+def _state_of(module: nn.Module) -> dict[str, list[Any]]:
+    """Return the values of parameters, buffers, attributes and hooks' variables, to find out what a forward changes.
 
     Running statistics are left out. They may change, because recomputation restores them.
     """
-    state: dict[tuple[int, str], list[Any]] = {}
-    for part in model.modules():
+    state: dict[str, list[Any]] = {}
+    for path, part in module.named_modules():
         held = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
         held |= {f"{variable.name} (of a hook)": variable.value for variable in variables_of_hooks(part)}
         held |= {} if updates_statistics(part) else dict(part.named_buffers(recurse=False))
-        for name, value in held.items():
-            elements = value.values() if isinstance(value, dict) else value
-            is_container = isinstance(value, (list, dict, set, deque))
-            state[id(part), name] = [_noted(each) for each in (elements if is_container else [value])]
+        for name, value in (*held.items(), *part.named_parameters(recurse=False)):
+            # The hooks of transformers collect router logits in lists, while a model runs, and these in a variable.
+            content = value.get(None) if isinstance(value, ContextVar) else value
+            elements = content.values() if isinstance(content, dict) else content
+            is_container = isinstance(content, (list, dict, set, deque))
+            state[f"{path}.{name}".lstrip(".")] = [_noted(each) for each in (elements if is_container else [content])]
     return state
 
 
 def _noted(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return id(value), write_count(value), value  # it is held, so that its id stays its own
+        return id(value), write_count_or_none(value), value  # it is held, so that its id stays its own
+    if isinstance(value, list):
+        return len(value)
     return repr(value) if isinstance(value, (int, float, str)) else type(value)

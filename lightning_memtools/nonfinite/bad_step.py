@@ -389,7 +389,7 @@ GREW = 10.0  # In healthy training, gradient norms and losses fall or stay; nois
 def infer(bad: BadStep) -> None:
     """Set `bad.cause` to the most likely cause, from the evidence so far. A rerun may find the real cause later."""
     grown = what_grew(bad)
-    if bad.dirty and not bad.has_bad_loss:
+    if bad.dirty and bad.losses and not bad.has_bad_loss:
         bad.cause, bad.advice = NonFiniteCause.LATE_MASK, ADVICE["late mask"]
         bad.because = f"the loss is finite beside {'; '.join(map(str, bad.dirty[:3]))}."
     elif bad.dirty:
@@ -502,6 +502,6 @@ def _losses(bad: BadStep) -> str:
 
 def _series(history: Sequence[PastStep]) -> list[tuple[str, str]]:
     return [
-        ("Last losses", " ".join(f"{past.loss:.4g}" for past in history)),
+        ("Last losses", " ".join(f"{past.loss:.4g}" for past in history if not math.isnan(history[0].loss))),
         ("Last gradient norms", " ".join(f"{past.norm:.4g}" for past in history)),
     ]

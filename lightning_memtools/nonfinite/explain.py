@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_memtools._torch import is_in_memory
+from lightning_memtools._torch import has_accumulation_hook, is_in_memory
 from lightning_memtools.memory.nested_tensors import map_tensors, named_tensors, plain_name, tensors_in_attributes
 from lightning_memtools.nonfinite.bad_step import (
     ADVICE,
@@ -43,8 +43,9 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
                 names = first_of(bad.unrestored)
                 bad.doubts = (f"The step writes {names}, without a copy: a rerun begins with what it has written.",)
             if any(micro.updates_before for micro in rerun.micro):
-                text = "Earlier updates of the same batch were made before the step: a rerun begins after them."
-                bad.doubts = (*bad.doubts, text)
+                bad.doubts += (
+                    "Earlier updates of the same batch were made before the step: a rerun begins after them.",
+                )
             bad.why_no_operation = "" if explains else "not asked for (explain=False)"
             if explains:
                 explain(rerun, plain, bad)
@@ -72,9 +73,15 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         raise CannotRerunError(
             "its NaN or Inf could not be followed to an operation (compiled or custom kernels may hide them)"
         )
+    if root.leaf and root.leaf.name in rerun.written and any(map(has_accumulation_hook, rerun.module.parameters())):
+        if not bad.dirty:
+            bad.cause, bad.advice = NonFiniteCause.UNKNOWN, ADVICE["unknown"]
+            bad.because = "hooks update weights in the backward pass, so that they may be NaN since this step."
+        raise CannotRerunError(f"{bad.doubts[0]} Without hooks that update weights, the operation is found")
     position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
-    is_late_mask = all(map(math.isfinite, map(float, traced.losses))) or are_masked(trace.events, bad_memory, leaves)
+    has_good_loss = bool(traced.losses) and all(map(math.isfinite, map(float, traced.losses)))
+    is_late_mask = has_good_loss or are_masked(trace.events, bad_memory, leaves)
     bad.cause, because, bad.advice = _classified(root, rerun, position, bad, is_late_mask=is_late_mask)
     bad.because = f"{because}."
     is_of_samples = bad.cause not in {NonFiniteCause.LATE_MASK, NonFiniteCause.BAD_PARAMETER}
@@ -111,10 +118,7 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
-    """Return the position of the micro-batch to blame: the first with a bad loss; if there is none, the last.
-
-    If all losses are finite but `root` is in a batch, it is the first micro-batch that holds NaN or Inf.
-    """
+    """Return the position of the micro-batch to blame: the first with a bad loss or bad `root`, or else the last."""
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
         return last
@@ -300,11 +304,7 @@ def _masks(event: BadOperation) -> bool:
 def _slice_back(
     events: Sequence[BadOperation], start: Iterable[int], leaves: Leaves, *, ends_at_masks: bool = False
 ) -> tuple[list[BadValueRoot], list[BadOperation]]:
-    """Trace the NaN and Inf in the storages `start` back through the operations that wrote them.
-
-    Returns:
-        The places where they first appeared, and the operations on the way that made NaN from infinities.
-    """
+    """Trace NaN and Inf in the storages `start` back to where they began. Return that, and what made NaN from Inf."""
     last, last_nan = dict[int, int](), dict[int, int]()  # storage: the operation that has written it
     writers: list[dict[int, int | None]] = []  # for each operation, the one that wrote each of its bad inputs
     for index, event in enumerate(events):

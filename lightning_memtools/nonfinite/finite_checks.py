@@ -106,9 +106,8 @@ def norms_of(tensors: Sequence[Tensor], *, exact: bool = False) -> list[Tensor]:
 def measure(gradients: Sequence[Tensor], losses: Sequence[Tensor], *, exact: bool = False) -> Tensor | None:
     """Return each loss and the L2 norm of each gradient in one tensor, on the first gradient's device.
 
-    Returns:
-        A 1-D tensor with the losses, then the norms; None if there are no gradients and no losses. With `exact`, the
-        norm of a finite gradient never overflows.
+    The losses come first. None if there are no gradients and no losses. With `exact`, the norm of a finite gradient
+    never overflows.
     """
     numbers = [*losses, *norms_of(gradients, exact=exact)]
     if not numbers:

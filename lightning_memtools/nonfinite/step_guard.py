@@ -171,10 +171,9 @@ class UpdateFlag:
         return self._sent.notes()
 
     def read(self, *, wait: bool) -> list[tuple[GuardedStep, bool, list[float]]]:
-        """Return the results that have reached the host, oldest step first. With `wait`, wait for all results first.
+        """Return (step, whether its update was prevented, its numbers) for each result on the host, oldest first.
 
-        Returns:
-            (step, whether its update was prevented, the numbers that were checked) for each step.
+        With `wait`, wait for all results first.
         """
         return [(step, bool(bad), numbers) for (bad, *numbers), step in self._sent.receive(wait=wait)]
 
@@ -476,7 +475,9 @@ class StepGuard:
             raise
 
     def _remember(self, step: GuardedStep) -> None:
-        self.history.append(PastStep(step.number, step.mean_loss, step.norm))
+        # A second optimizer's update without a loss of its own has that of the update before.
+        loss = step.mean_loss if step.losses() or not self.history else self.history[-1].loss
+        self.history.append(PastStep(step.number, loss, step.norm))
 
 
 def undivided_loss(loss: Tensor, divided_by: int, scale: Tensor | None) -> Tensor:

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_memtools._torch import (
-    PACK_PADDED,
-    PAD_PACKED,
-    FakeTensor,
-    tree_leaves,
-    without_dispatch_modes,
-)
+from lightning_memtools._torch import PACK_PADDED, PAD_PACKED, FakeTensor, tree_leaves, without_dispatch_modes
 from lightning_memtools.memory.virtual.storages import flat
 from lightning_memtools.null_cuda.launch import computes_nothing
 from lightning_memtools.simulation.known_values import RULES, FollowedCall, KnownValues
@@ -76,6 +70,8 @@ class FollowedValues(TorchFunctionMode):
         on_device = any(map(_holds_nothing, tree_leaves((args, kwargs))))
         if name == "item" and on_device and args[0].is_floating_point() and self._values.of(args[0]) is None:
             return AssumedFloat(1.0, lambda: self._values.assume("a number that is not known is 1.0"))
+        if name == "ctc_loss" and on_device:  # its kernel reads the lengths without an operator
+            args = *args[:2], *(self._values.read(n) if isinstance(n, Tensor) else n for n in args[2:4]), *args[4:]
         answer = RULES.get(name) if on_device else None
         if answer is not None:
             result = answer(self._values, FollowedCall(name, func, args, kwargs, _holds_nothing))

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
+from lightning_memtools import GradientCheckpointing, HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
@@ -270,3 +270,122 @@ def test_a_users_own_class_of_tensors_can_be_traced_to_a_nan_and_lies_on_a_virtu
     plain = batches[0].as_subclass(torch.Tensor)
     assert torch.equal(fingerprint(batches[0]), fingerprint(plain))  # by which GradientCheckpointing compares
     assert not torch.equal(fingerprint(batches[0]), fingerprint(plain + 1))
+
+
+class Block(nn.Module):
+    """As EDM2's layers and learnable codebooks of vector-quantize-pytorch, or as a model of forces."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.a, self.b, self.writes = nn.Linear(64, 512), nn.Linear(512, 64), writes
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.writes):
+            at = x.detach().requires_grad_()
+            out = self.b.weight.mul_(0.99) if self.writes else torch.autograd.grad(self.a(at).tanh().sum(), at)[0]
+        return self.b(self.a(x).tanh()) + out.mean()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_layer_that_writes_to_its_weight_or_takes_a_gradient_is_not_recomputed(writes):
+    weights, checkpointing = [], GradientCheckpointing()
+    for callbacks in ([], [checkpointing]):
+        torch.manual_seed(0)
+        net = Net(nn.Sequential(Block(writes), Block(writes)), lambda net, x: net(x).square().mean())
+        L.Trainer(**QUIET, callbacks=callbacks).fit(net, DataLoader(torch.randn(64, 64), 8))
+        weights.append(nn.utils.parameters_to_vector(net.parameters()))
+    assert torch.equal(*weights)
+    why = "it changes b.weight when it runs" if writes else "it takes a gradient when it runs"
+    assert checkpointing.plan.left_out["net.0"] == why
+
+
+def test_weights_that_hooks_update_in_backward_are_not_said_to_have_been_bad_before(tmp_path):
+    """As the gradient release of torch-optimi."""
+
+    @torch.no_grad()
+    def update(parameter):
+        parameter.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    def release(parameters):
+        for each in (parameters := [*parameters]):
+            each.register_post_accumulate_grad_hook(update)
+        return torch.optim.SGD(parameters, 0.1)
+
+    def fit(batches):
+        model = Net(nn.Linear(4, 1), lambda net, x: (net(x).square() / x.abs().max()).mean(), release)
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN(directory=str(tmp_path))]).fit(model, DataLoader(batches, 8))
+
+    with pytest.warns(UserWarning, match="HaltOnNaN saw no gradient"):
+        fit(torch.ones(48, 4))
+    for value, cause in ((torch.nan, "dirty data"), (0.0, "not known")):
+        with pytest.raises(NonFiniteError, match=r"The step writes net.weight") as caught:
+            fit(torch.ones(48, 4).index_fill(0, torch.arange(16, 24), value))
+        assert caught.value.cause == cause
+
+
+class Two(Net):
+    """As Muon beside AdamW: two optimizers, one loss."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Jacobian(Two):
+    """As torchjd: gradients that no loss is known of."""
+
+    def training_step(self, batch, batch_idx):
+        Net.training_step(self, batch, batch_idx).backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+def test_a_dirty_batch_whose_loss_was_not_seen_is_not_said_to_be_masked_too_late():
+    batches = torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan)
+    both = lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters]  # noqa: E731
+    model = Jacobian(nn.Linear(4, 1), lambda net, x: net(x).square().mean(), both)
+    with pytest.raises(NonFiniteError) as caught:
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(model, DataLoader(batches, 8))
+    assert caught.value.cause == "dirty data"
+    assert "Last losses" not in str(caught.value)
+
+
+def test_an_update_without_a_loss_of_its_own_is_not_shown_as_nan():
+    batches = torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan)
+    one_each = lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters]  # noqa: E731
+    model = Two(nn.Linear(4, 1), lambda net, x: net(x).square().mean(), one_each)
+    with pytest.raises(NonFiniteError) as caught:
+        L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(model, DataLoader(batches, 8))
+    assert [loss == loss for loss in caught.value.losses] == [True] * 4 + [False]  # noqa: PLR0124
+
+
+class SetUpOnce(nn.Module):
+    """As a codebook of vector-quantize-pytorch that begins with the means of its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 512), nn.Linear(512, 64)
+        self.register_buffer("is_ready", torch.zeros(()))
+
+    def forward(self, x):
+        hidden = self.a(x if self.is_ready else x.repeat(2, 1)).tanh()
+        self.is_ready.data.fill_(1)
+        return x + self.b(hidden)[: len(x)]
+
+
+def test_a_layer_that_is_set_up_by_its_first_batch_does_not_end_the_planning():
+    weights, checkpointing = [], GradientCheckpointing()
+    for callbacks in ([], [checkpointing]):
+        torch.manual_seed(0)
+        net = Net(nn.ModuleList([SetUpOnce(), SetUpOnce()]), lambda net, x: net[1](net[0](x)).square().mean())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first step finds that it cannot be run twice
+            L.Trainer(**QUIET, callbacks=callbacks).fit(net, DataLoader(torch.randn(384, 64), 64))
+        weights.append(nn.utils.parameters_to_vector(net.parameters()))
+    assert torch.equal(*weights)
+    assert checkpointing.plan.chains
