@@ -270,3 +270,16 @@ def test_a_users_own_class_of_tensors_can_be_traced_to_a_nan_and_lies_on_a_virtu
     plain = batches[0].as_subclass(torch.Tensor)
     assert torch.equal(fingerprint(batches[0]), fingerprint(plain))  # by which GradientCheckpointing compares
     assert not torch.equal(fingerprint(batches[0]), fingerprint(plain + 1))
+
+
+def test_an_optimizer_that_the_module_holds_counts_in_an_estimate_and_is_left_alone():
+    """As in the routines of torch-uncertainty, which return the one that they were given."""
+    model = Net(nn.Linear(64, 64), lambda net, x: net(x).square().mean(), lambda _: model.held)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+    model.held = {"optimizer": optimizer, "lr_scheduler": scheduler}
+    model.net.weight.grad = torch.ones(64, 64)
+    estimate = estimate_memory(model, torch.ones(4, 64))
+    assert estimate.composition["optimizer"] == 2 * estimate.composition["parameters"]
+    assert (optimizer.param_groups[0]["lr"], model.net.weight.grad is None) == (1e-3, False)
+    assert scheduler["scheduler"].optimizer is optimizer
