@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
@@ -283,3 +284,10 @@ def test_an_optimizer_that_the_module_holds_counts_in_an_estimate_and_is_left_al
     assert estimate.composition["optimizer"] == 2 * estimate.composition["parameters"]
     assert (optimizer.param_groups[0]["lr"], model.net.weight.grad is None) == (1e-3, False)
     assert scheduler["scheduler"].optimizer is optimizer
+
+
+def test_metrics_of_a_collection_compare_their_states_in_an_estimate():
+    """As in torch-spatiotemporal: torchmetrics asks by `allclose` which metrics of a collection hold the same."""
+    model = Net(nn.Linear(4, 1), lambda net, x: model.metrics.update(loss := net(x).mean()) or loss)
+    model.metrics = MetricCollection({"a": MeanMetric(), "b": MeanMetric()})
+    assert estimate_memory(model, torch.ones(2, 4)).notes == ()
