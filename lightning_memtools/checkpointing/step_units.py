@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -178,7 +178,7 @@ class _Recorder:
             return  # it is never recomputed
         if chain.is_module:
             plain = forward_of_class(module)
-            vars(module)["forward"] = lambda *args, **kwargs: self._call((index, 0), plain, args, kwargs)
+            vars(module)["forward"] = wraps(plain)(lambda *args, **kw: self._call((index, 0), plain, args, kw))
             return
         layers = [self._trace.model.get_submodule(name) for name in chain.layers]
 

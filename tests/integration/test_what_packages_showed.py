@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import OrderedDict
+from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -15,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
 
-from lightning_memtools import HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
+from lightning_memtools import GradientCheckpointing, HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
 from lightning_memtools.memory.nested_tensors import named_tensors, tensors_in
 from lightning_memtools.nonfinite.bad_step import NonFiniteError
@@ -291,3 +292,35 @@ def test_metrics_of_a_collection_compare_their_states_in_an_estimate():
     model = Net(nn.Linear(4, 1), lambda net, x: model.metrics.update(loss := net(x).mean()) or loss)
     model.metrics = MetricCollection({"a": MeanMetric(), "b": MeanMetric()})
     assert estimate_memory(model, torch.ones(2, 4)).notes == ()
+
+
+class Block(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).tanh().exp()
+
+
+def test_a_recomputed_module_still_says_what_its_forward_takes():
+    """As the pipeline of cellarium-ml asks, which chooses from the batch what a forward names."""
+
+    def loss(net, x):
+        for block in net:
+            x = block(**dict.fromkeys(signature(block.forward).parameters, x))
+        return x.mean()
+
+    net, callback = (
+        nn.ModuleList(Block(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)),
+        GradientCheckpointing(),
+    )
+    L.Trainer(**QUIET, callbacks=[callback]).fit(Net(net, loss), DataLoader(torch.randn(1920, 64), 64))
+    assert callback.plan.chains
+
+
+class AsksForItsData(Net):
+    def on_train_epoch_start(self):
+        assert len(self.trainer.fit_loop._combined_loader.flattened[0].dataset)
+
+
+def test_a_hook_may_ask_an_estimate_for_the_dataset_of_its_loader():
+    """As cellarium-ml's module does, which calls its `set_epoch`."""
+    model = AsksForItsData(nn.Linear(4, 4), lambda net, x: net(x).mean())
+    assert estimate_memory(model, torch.ones(2, 4)).peak_allocated > 0
