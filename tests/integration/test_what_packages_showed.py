@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import ConfusionMatrix, MeanMetric, MetricCollection
 
 from lightning_memtools import GradientCheckpointing, HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
@@ -292,6 +292,12 @@ def test_metrics_of_a_collection_compare_their_states_in_an_estimate():
     model = Net(nn.Linear(4, 1), lambda net, x: model.metrics.update(loss := net(x).mean()) or loss)
     model.metrics = MetricCollection({"a": MeanMetric(), "b": MeanMetric()})
     assert estimate_memory(model, torch.ones(2, 4)).notes == ()
+
+
+def test_the_states_of_a_metric_move_with_its_module_and_so_do_their_defaults():
+    model = Net(nn.Linear(4, 1), lambda net, x: net(x).mean())
+    model.metric = ConfusionMatrix("multiclass", num_classes=256)
+    assert estimate_memory(model, torch.ones(2, 4)).composition["other"] == 2 * 256 * 256 * 8
 
 
 class Block(nn.Sequential):
