@@ -330,3 +330,12 @@ def test_a_hook_may_ask_an_estimate_for_the_dataset_of_its_loader():
     """As cellarium-ml's module does, which calls its `set_epoch`."""
     model = AsksForItsData(nn.Linear(4, 4), lambda net, x: net(x).mean())
     assert estimate_memory(model, torch.ones(2, 4)).peak_allocated > 0
+
+
+def test_modules_run_within_transforms_of_torch_func_on_a_virtual_device():
+    """As deepinv's Tomography does to find the adjoint of an operator."""
+    with VirtualDevice("1GiB"):
+        net, x = nn.Linear(4, 4), torch.ones(2, 4)
+        out, pull_back = torch.func.vjp(net, x)
+        assert torch.equal(*pull_back(out), out @ net.weight)
+        assert torch.equal(torch.func.vmap(net)(x), net(x))
