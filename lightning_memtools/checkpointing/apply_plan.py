@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -101,7 +101,7 @@ class AppliedPlan:
         self.remove()
 
     def _replace(self, module: nn.Module, forward: Any) -> None:
-        vars(module)["forward"] = forward
+        vars(module)["forward"] = update_wrapper(forward, forward_of_class(module), updated=())
         vars(module)["__getstate__"] = partial(_plain_state, module)
         self._modules.append(module)
 

@@ -6,8 +6,8 @@ import difflib
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import getattr_static
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class Chain:
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     """Return the forward that a module's class defines, ready to call, even if the instance overrides it."""
     own = getattr_static(type(module), "forward")
-    return own.__func__ if isinstance(own, staticmethod) else partial(type(module).forward, module)
+    return own.__func__ if isinstance(own, staticmethod) else MethodType(type(module).forward, module)
 
 
 def passes_through(module: nn.Module, *, trained: bool) -> bool:

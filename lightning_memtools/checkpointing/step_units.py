@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
 
@@ -155,7 +155,8 @@ class _Recorder:
             return  # it is never recomputed
         if chain.is_module:
             plain = forward_of_class(module)
-            vars(module)["forward"] = lambda *args, **kwargs: self._call((index, 0), module, plain, args, kwargs)
+            call = partial(self._call, (index, 0), module, plain)
+            vars(module)["forward"] = wraps(plain)(lambda *args, **kwargs: call(args, kwargs))
             return
         layers = [self._trace.model.get_submodule(name) for name in chain.layers]
 

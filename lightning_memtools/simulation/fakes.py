@@ -44,7 +44,7 @@ _CONTAINERS = (dict, list, deque, set)
 _LIBRARIES = {"builtins", "torch", "lightning", "pytorch_lightning"}
 _MAX_OBJECTS = 1_000_000
 
-MakeTensor = Callable[[torch.Tensor], torch.Tensor]
+MakeTensor = Callable[[Any], Any]
 
 
 class TensorExchange:
@@ -59,17 +59,17 @@ class TensorExchange:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         # With the original, so that no other object gets its id meanwhile.
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}
         self._bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a tensor. It is created when it is first asked for."""
-        if id(tensor) not in self._made:
-            made = self._make(tensor)
-            if not isinstance(tensor, nn.Parameter):  # what is trained has other values in each step
-                note_values(made, tensor)
-            self._made[id(tensor)] = made, tensor
-        return self._made[id(tensor)][0]
+    def __call__(self, original: Any) -> Any:
+        """Return the stand-in of a tensor or of an optimizer. It is created when it is first asked for."""
+        if id(original) not in self._made:
+            made: Any = copy_optimizer(original, self) if isinstance(original, Optimizer) else self._make(original)
+            if not isinstance(original, (nn.Parameter, Optimizer)):  # what is trained has other values in each step
+                note_values(made, original)
+            self._made[id(original)] = made, original
+        return self._made[id(original)][0]
 
     def forget_memory(self) -> None:
         """Make later stand-ins share no memory with those created so far."""
@@ -107,7 +107,7 @@ class TensorExchange:
 def borrowed(model: nn.Module, exchange: MakeTensor) -> Iterator[None]:
     """Context manager: replace all tensors reachable from a model with results of `exchange`. Restore them on exit.
 
-    The search does not enter objects that only have ``__slots__``, optimizers (see `copy_optimizer`), or closures,
+    An optimizer is replaced by its copy. The search does not enter objects that only have ``__slots__``, or closures,
     except for the closures of modules' hooks.
     """
     seen: set[int] = set()
@@ -217,8 +217,8 @@ def _is_around_the_model(kind: type) -> bool:
 
 
 def _exchanged(value: Any, exchange: MakeTensor) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | Optimizer):
         return exchange(value)
-    if type(value) is tuple and any(isinstance(item, torch.Tensor) for item in value):
+    if type(value) is tuple and any(isinstance(item, torch.Tensor | Optimizer) for item in value):
         return tuple(_exchanged(item, exchange) for item in value)
     return value

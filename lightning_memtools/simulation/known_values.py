@@ -417,7 +417,7 @@ RULES: dict[str, Callable[[KnownValues, FollowedCall], Any]] = {
     **dict.fromkeys(("internal index_put_impl_", "internal unsafe_index_put", "__setitem__"), _indexed),
     **dict.fromkeys(("nonzero", "argwhere", "where"), _nonzero),
     "masked_select": _masked_select,
-    "equal": partial(_shaped, _ones, "two tensors are equal"),
+    **dict.fromkeys(("equal", "allclose"), partial(_shaped, _ones, "two tensors are equal")),
     **dict.fromkeys(("unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _DIFFER),
     "internal unique2": _DIFFER,
     "bincount": partial(_shaped, _ones, "numbers that are counted are 1"),

@@ -51,7 +51,7 @@ class EndlessLoader:
     """A loader that takes its batches from an endless iterator, and reports `length` as its length."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches, self.length = batches, _BATCHES_OF_EPOCH
+        self._batches, self.length, self.dataset = batches, _BATCHES_OF_EPOCH, self  # hooks ask for a dataset
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches

@@ -27,7 +27,7 @@ from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.sizes import GpuShape, find_gpu
 from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.simulation import step_runner
-from lightning_memtools.simulation.fakes import TensorExchange, copy_optimizer
+from lightning_memtools.simulation.fakes import TensorExchange
 from lightning_memtools.simulation.known_values import KnownValues
 from lightning_memtools.simulation.recording import AllocationRecorder
 from lightning_memtools.simulation.simulated import simulated
@@ -214,8 +214,8 @@ def _optimizers(given: Any, exchange: TensorExchange, parameters: list[nn.Parame
         TypeError: The function returns something other than an optimizer.
     """
     if isinstance(given, Sequence):
-        return [copy_optimizer(one, exchange) for one in given]
-    made = copy_optimizer(given, exchange) if isinstance(given, Optimizer) else given(parameters)
+        return list(map(exchange, given))
+    made = exchange(given) if isinstance(given, Optimizer) else given(parameters)
     if not isinstance(made, Optimizer):
         raise TypeError(f"optimizer returned {made!r}: it has to return a torch.optim.Optimizer.")
     return made

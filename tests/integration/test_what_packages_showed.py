@@ -1,10 +1,11 @@
-"""Faults that models of public packages showed (transformers, diffusers, PINA, MONAI, NequIP), without the package."""
+"""Faults that public packages showed (transformers, PINA, MONAI, NequIP, torchjd, deepinv), without the package."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections import OrderedDict
+from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import ConfusionMatrix, MeanMetric, MetricCollection
 
 from lightning_memtools import GradientCheckpointing, HaltOnNaN, OOMReport, VirtualDevice, diagnose, estimate_memory
 from lightning_memtools.checkpointing.repetition_proof import fingerprint
@@ -38,6 +40,14 @@ class Net(L.LightningModule):
         return self._optimizer(self.parameters())
 
 
+def fit(model: Net, batches: torch.Tensor, *callbacks: L.Callback, size: int = 8) -> None:
+    L.Trainer(**QUIET, callbacks=[*callbacks]).fit(model, DataLoader(batches, size))
+
+
+def mean_square(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().mean()
+
+
 def test_transformers_takes_fakes_of_a_trace_for_ordinary_tensors_so_that_mamba_takes_no_branch_for_export():
     asked = pytest.importorskip("transformers.utils.import_utils")
     with FakeTensorMode(), values_known():
@@ -54,7 +64,6 @@ class Experts(nn.Module):
 
 
 def test_products_of_groups_in_float32_take_what_they_take():
-    loss = lambda model, x: model(x).square().mean()  # noqa: E731
     net, x = nn.Sequential(Experts(64), Experts(60)), torch.randn(64, 64)
     with VirtualDevice("24GiB", cuda_like=True) as device:
         device.track(net)
@@ -62,10 +71,10 @@ def test_products_of_groups_in_float32_take_what_they_take():
         for _ in range(2):
             device.count_batch(batch := x.clone())
             optimizer.zero_grad()
-            loss(net, batch).backward()
+            mean_square(net, batch).backward()
             optimizer.step()
         real = device.stats().peak_allocated
-    estimate = estimate_memory(net, x, step=loss, optimizer=torch.optim.AdamW)
+    estimate = estimate_memory(net, x, step=mean_square, optimizer=torch.optim.AdamW)
     assert estimate.peak_allocated - estimate.composition["workspace"] == pytest.approx(real, rel=0.02)
 
 
@@ -100,19 +109,11 @@ def test_properties_of_the_users_objects_are_not_read_for_names():
 
 
 def test_statistics_that_a_batch_norm_writes_are_not_where_its_nan_came_from(tmp_path):
-    layers = (
-        nn.Conv2d(1, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.Conv2d(8, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.Flatten(),
-        nn.Linear(128, 1),
-    )
-    model = Net(nn.Sequential(*layers), lambda net, x: net(x).square().mean(), lambda p: torch.optim.Adam(p, 1e25))
+    norms = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+    net = nn.Sequential(*norms, nn.Flatten(), nn.Linear(128, 1))
+    model = Net(net, mean_square, lambda parameters: torch.optim.Adam(parameters, 1e25))
     with pytest.raises(NonFiniteError) as caught:
-        L.Trainer(**QUIET, callbacks=[HaltOnNaN(directory=str(tmp_path))]).fit(
-            model, DataLoader(torch.randn(64, 1, 8, 8), 8)
-        )
+        fit(model, torch.randn(64, 1, 8, 8), HaltOnNaN(directory=str(tmp_path)))
     assert "buffer" not in caught.value.explanation.what
     assert caught.value.explanation.operation == "aten.convolution"
 
@@ -272,39 +273,45 @@ def test_a_users_own_class_of_tensors_can_be_traced_to_a_nan_and_lies_on_a_virtu
     assert not torch.equal(fingerprint(batches[0]), fingerprint(plain + 1))
 
 
-class Block(nn.Module):
-    """As EDM2's layers and learnable codebooks of vector-quantize-pytorch, or as a model of forces."""
+class Odd(nn.Module):
+    """As EDM2's layers, models of forces, and codebooks that begin with the means of their first batch."""
 
-    def __init__(self, writes):
+    def __init__(self, kind):
         super().__init__()
-        self.a, self.b, self.writes = nn.Linear(64, 512), nn.Linear(512, 64), writes
+        self.a, self.b, self.kind = nn.Linear(64, 512), nn.Linear(512, 64), kind
+        self.register_buffer("is_ready", torch.zeros(()))
 
     def forward(self, x):
-        with torch.set_grad_enabled(not self.writes):
+        if self.kind == "begins":
+            hidden = self.a(x if self.is_ready else x.repeat(2, 1)).tanh()
+            self.is_ready.data.fill_(1)
+            return x + self.b(hidden)[: len(x)]
+        with torch.set_grad_enabled(self.kind == "takes a gradient"):
             at = x.detach().requires_grad_()
-            out = self.b.weight.mul_(0.99) if self.writes else torch.autograd.grad(self.a(at).tanh().sum(), at)[0]
+            writes = self.kind == "changes b.weight"
+            out = self.b.weight.mul_(0.99) if writes else torch.autograd.grad(self.a(at).tanh().sum(), at)[0]
         return self.b(self.a(x).tanh()) + out.mean()
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_layer_that_writes_to_its_weight_or_takes_a_gradient_is_not_recomputed(writes):
+@pytest.mark.filterwarnings("ignore:The layer net.0 did not do the same")
+@pytest.mark.parametrize("kind", ["changes b.weight", "takes a gradient", "begins"])
+def test_layers_that_cannot_be_run_again_are_left_out_or_found(kind):
     weights, checkpointing = [], GradientCheckpointing()
     for callbacks in ([], [checkpointing]):
         torch.manual_seed(0)
-        net = Net(nn.Sequential(Block(writes), Block(writes)), lambda net, x: net(x).square().mean())
-        L.Trainer(**QUIET, callbacks=callbacks).fit(net, DataLoader(torch.randn(64, 64), 8))
+        net = Net(nn.ModuleList([Odd(kind), Odd(kind)]), lambda net, x: mean_square(net[1], net[0](x)))
+        fit(net, torch.randn(384, 64), *callbacks, size=64)
         weights.append(nn.utils.parameters_to_vector(net.parameters()))
     assert torch.equal(*weights)
-    why = "it changes b.weight when it runs" if writes else "it takes a gradient when it runs"
-    assert checkpointing.plan.left_out["net.0"] == why
+    assert checkpointing.plan.left_out.get("net.0", "it begins when it runs") == f"it {kind} when it runs"
 
 
 def test_weights_that_hooks_update_in_backward_are_not_said_to_have_been_bad_before(tmp_path):
     """As the gradient release of torch-optimi."""
 
-    @torch.no_grad()
     def update(parameter):
-        parameter.sub_(parameter.grad, alpha=0.1)
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
         parameter.grad = None
 
     def release(parameters):
@@ -312,80 +319,88 @@ def test_weights_that_hooks_update_in_backward_are_not_said_to_have_been_bad_bef
             each.register_post_accumulate_grad_hook(update)
         return torch.optim.SGD(parameters, 0.1)
 
-    def fit(batches):
-        model = Net(nn.Linear(4, 1), lambda net, x: (net(x).square() / x.abs().max()).mean(), release)
-        L.Trainer(**QUIET, callbacks=[HaltOnNaN(directory=str(tmp_path))]).fit(model, DataLoader(batches, 8))
+    def train(batches):
+        model = Net(nn.Linear(4, 1), lambda net, x: mean_square(net, x) / x.abs().max(), release)
+        fit(model, batches, HaltOnNaN(directory=str(tmp_path)))
 
     with pytest.warns(UserWarning, match="HaltOnNaN saw no gradient"):
-        fit(torch.ones(48, 4))
+        train(torch.ones(48, 4))
     for value, cause in ((torch.nan, "dirty data"), (0.0, "not known")):
         with pytest.raises(NonFiniteError, match=r"The step writes net.weight") as caught:
-            fit(torch.ones(48, 4).index_fill(0, torch.arange(16, 24), value))
+            train(torch.ones(48, 4).index_fill(0, torch.arange(16, 24), value))
         assert caught.value.cause == cause
 
 
 class Two(Net):
-    """As Muon beside AdamW: two optimizers, one loss."""
+    """Two optimizers and one loss, as Muon beside AdamW; or none that Lightning sees, as torchjd's."""
 
     automatic_optimization = False
+    is_seen = True
 
     def training_step(self, batch, batch_idx):
-        self.manual_backward(super().training_step(batch, batch_idx))
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss) if self.is_seen else loss.backward()
         for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
 
 
-class Jacobian(Two):
-    """As torchjd: gradients that no loss is known of."""
-
-    def training_step(self, batch, batch_idx):
-        Net.training_step(self, batch, batch_idx).backward()
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-
-def test_a_dirty_batch_whose_loss_was_not_seen_is_not_said_to_be_masked_too_late():
-    batches = torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan)
-    both = lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters]  # noqa: E731
-    model = Jacobian(nn.Linear(4, 1), lambda net, x: net(x).square().mean(), both)
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_updates_without_a_loss_of_their_own_are_not_shown_as_nan(is_seen):
+    model = Two(nn.Linear(4, 1), mean_square, lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters])
+    model.is_seen = is_seen
     with pytest.raises(NonFiniteError) as caught:
-        L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(model, DataLoader(batches, 8))
+        fit(model, torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan), HaltOnNaN())
     assert caught.value.cause == "dirty data"
-    assert "Last losses" not in str(caught.value)
+    shown = [line for line in str(caught.value).splitlines() if line.startswith("Last losses")]
+    assert [line.split().count("nan") for line in shown] == [1] * is_seen
 
 
-def test_an_update_without_a_loss_of_its_own_is_not_shown_as_nan():
-    batches = torch.randn(24, 4).index_fill(0, torch.tensor(20), torch.nan)
-    one_each = lambda parameters: [torch.optim.SGD([each], 0.1) for each in parameters]  # noqa: E731
-    model = Two(nn.Linear(4, 1), lambda net, x: net(x).square().mean(), one_each)
-    with pytest.raises(NonFiniteError) as caught:
-        L.Trainer(**QUIET, callbacks=[HaltOnNaN()]).fit(model, DataLoader(batches, 8))
-    assert [loss == loss for loss in caught.value.losses] == [True] * 4 + [False]  # noqa: PLR0124
+def test_an_optimizer_that_the_module_holds_counts_in_an_estimate_and_is_left_alone():
+    """As in the routines of torch-uncertainty, which return the one that they were given."""
+    model = Net(nn.Linear(64, 64), mean_square, lambda _: model.held)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}
+    model.held = {"optimizer": optimizer, "lr_scheduler": scheduler}
+    model.net.weight.grad = torch.ones(64, 64)
+    estimate = estimate_memory(model, torch.ones(4, 64))
+    assert estimate.composition["optimizer"] == 2 * estimate.composition["parameters"]
+    assert (optimizer.param_groups[0]["lr"], model.net.weight.grad is None) == (1e-3, False)
+    assert scheduler["scheduler"].optimizer is optimizer
 
 
-class SetUpOnce(nn.Module):
-    """As a codebook of vector-quantize-pytorch that begins with the means of its first batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 512), nn.Linear(512, 64)
-        self.register_buffer("is_ready", torch.zeros(()))
-
-    def forward(self, x):
-        hidden = self.a(x if self.is_ready else x.repeat(2, 1)).tanh()
-        self.is_ready.data.fill_(1)
-        return x + self.b(hidden)[: len(x)]
+def test_states_of_metrics_and_their_defaults_move_with_the_module_and_are_compared():
+    """As in torch-spatiotemporal: torchmetrics asks by `allclose` which metrics of a collection hold the same."""
+    model = Net(nn.Linear(4, 1), lambda net, x: model.metrics.update(loss := net(x).mean()) or loss)
+    model.metrics = MetricCollection({"a": MeanMetric(), "b": MeanMetric()})
+    model.metric = ConfusionMatrix("multiclass", num_classes=256)
+    estimate = estimate_memory(model, torch.ones(2, 4))
+    assert (estimate.notes, estimate.composition["other"] // 2**20) == ((), 1)
 
 
-def test_a_layer_that_is_set_up_by_its_first_batch_does_not_end_the_planning():
-    weights, checkpointing = [], GradientCheckpointing()
-    for callbacks in ([], [checkpointing]):
-        torch.manual_seed(0)
-        net = Net(nn.ModuleList([SetUpOnce(), SetUpOnce()]), lambda net, x: net[1](net[0](x)).square().mean())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first step finds that it cannot be run twice
-            L.Trainer(**QUIET, callbacks=callbacks).fit(net, DataLoader(torch.randn(384, 64), 64))
-        weights.append(nn.utils.parameters_to_vector(net.parameters()))
-    assert torch.equal(*weights)
-    assert checkpointing.plan.chains
+class AsksForItsData(Net):
+    def on_train_epoch_start(self):
+        assert len(self.trainer.fit_loop._combined_loader.flattened[0].dataset)
+
+
+def test_hooks_ask_for_a_loaders_dataset_and_pipelines_for_what_a_recomputed_forward_takes():
+    """As cellarium-ml's module and pipeline do."""
+
+    def loss(net, x):
+        for block in net:
+            x = block(**dict.fromkeys(signature(block.forward).parameters, x))
+        return x.mean()
+
+    layers = (nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), nn.Tanh())
+    net, callback = nn.ModuleList(nn.Sequential(*layers) for _ in range(3)), GradientCheckpointing()
+    fit(AsksForItsData(net, loss), torch.randn(384, 64), callback, size=64)
+    assert callback.plan.chains
+
+
+def test_modules_run_within_transforms_of_torch_func_on_a_virtual_device():
+    """As deepinv's Tomography does to find the adjoint of an operator."""
+    with VirtualDevice("1GiB"):
+        net, x = nn.Linear(4, 4), torch.ones(2, 4)
+        out, pull_back = torch.func.vjp(net, x)
+        assert torch.equal(*pull_back(out), out @ net.weight)
+        assert torch.equal(torch.func.vmap(net)(x), net(x))

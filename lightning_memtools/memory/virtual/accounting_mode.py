@@ -30,7 +30,7 @@ from lightning_memtools.memory.virtual.categories import Category
 from lightning_memtools.memory.virtual.ledger import LedgerEntry, VirtualLedger
 from lightning_memtools.memory.virtual.module_scopes import OUTSIDE, ModuleNames, ModuleScopes
 from lightning_memtools.memory.virtual.operators import OperatorKind, is_matmul, kind_of
-from lightning_memtools.memory.virtual.storages import flat, on_device, parts, storage_key, storages_of
+from lightning_memtools.memory.virtual.storages import flat, on_device, own_storages, parts, storage_key, storages_of
 
 # Tensors that do not handle operators themselves. All others (wrapper subclasses) handle an operator first, and the
 # operators that they then call on the tensors inside come here.
@@ -239,7 +239,7 @@ class AccountingMode(OperatorMode):
             return
         given: set[int] | None = None
         for tensor in (out,) if isinstance(out, torch.Tensor) else flat(out):
-            for storage in _storages(tensor):
+            for storage in own_storages(tensor):
                 key = storage_id(storage)
                 if self._ledger.find(key) is not None or not on_device(tensor):
                     continue
@@ -328,13 +328,6 @@ class AccountingMode(OperatorMode):
         self.place.leave_step()
         # Raised outside of the handler above, where the new error would keep the old one alive as its context.
         raise self._error_of(failure)
-
-
-def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
-    try:
-        return (tensor.untyped_storage(),)
-    except NotImplementedError:
-        return [part.untyped_storage() for part in parts(tensor)]
 
 
 def _storage_state(tensor: torch.Tensor) -> tuple[int, int] | None:

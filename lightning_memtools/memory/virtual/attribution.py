@@ -91,12 +91,12 @@ def enter_all(
         flatten: Called with each module, if given. It merges a recurrent layer's weights into one buffer.
     """
     if isinstance(thing, nn.Module):
-        # The order is that of `module.cuda()`, because it decides where blocks lie: children first, a gradient after
-        # its parameter, buffers last.
+        # In the order of `module.cuda()`, which decides where blocks lie: a gradient after its parameter, buffers last.
         for child in thing.children():
             enter_all(child, enter, flatten)
         _enter_parameters(thing.parameters(recurse=False), enter)
-        for buffer in thing.buffers(recurse=False):
+        states = held if isinstance(held := vars(thing).get("_defaults"), dict) else {}  # of a torchmetrics Metric
+        for buffer in (*thing.buffers(recurse=False), *tensors_in([states, *map(vars(thing).get, states)])):
             enter(buffer, Category.BUFFER)
         if flatten is not None:
             flatten(thing, lambda made: enter(made, Category.PARAMETER))

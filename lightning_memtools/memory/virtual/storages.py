@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             if isinstance(part, torch.Tensor):  # a DTensor also names its device mesh
                 yield from parts(part)
     elif tensor.layout is torch.strided:
-        yield tensor
+        with suppress(NotImplementedError):  # within a transform of torch.func, tensors wrap those that hold the data
+            tensor.untyped_storage()
+            yield tensor
     elif tensor.layout is torch.sparse_coo:
         yield from uncoalesced_parts(tensor)
     elif tensor.layout in _COMPRESSED_ROWS:
@@ -47,6 +50,14 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
         _say_not_counted(f"{type(tensor).__name__} with layout {tensor.layout}")
+
+
+def own_storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
+    """Return the storages that hold a tensor's data: nearly always one."""
+    try:
+        return (tensor.untyped_storage(),)
+    except NotImplementedError:
+        return [part.untyped_storage() for part in parts(tensor)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -73,13 +84,7 @@ def given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 
 def storages_of(args: Any, kwargs: Any) -> set[int]:
     """Return the ids of the storages of an operator's arguments."""
-    found: set[int] = set()
-    for tensor in given_tensors(args, kwargs):
-        try:
-            found.add(storage_key(tensor))
-        except NotImplementedError:
-            found.update(map(storage_key, parts(tensor)))
-    return found
+    return {storage_id(storage) for tensor in given_tensors(args, kwargs) for storage in own_storages(tensor)}
 
 
 def _say_not_counted(kind: str) -> None:
