@@ -35,8 +35,8 @@ coverage:
 	$(MAKE) test-cuda COVER="--cov --cov-append --cov-report=term:skip-covered"
 
 test-fast: .venv/installed
-	$(BIN)/python -m pytest tests/test_package.py tests/memory tests/state tests/reporting tests/nonfinite/test_detect.py \
-		tests/checkpointing/test_chains.py tests/batch_size/test_size_search.py --deselect tests/reporting/test_ranks.py
+	$(BIN)/python -m pytest tests/test_package.py tests/memory tests/state tests/reporting tests/nonfinite/test_diagnose.py \
+		tests/checkpointing/test_planning.py tests/batch_size/test_size_search.py --deselect tests/reporting/test_ranks.py
 
 # On PyTorch's CUDA build over stubs of NVIDIA's libraries: the real allocator and CUDA code, no GPU, nothing computed.
 # Four GiB: tests that look for the most that fits stay small. Only files that hold such tests are collected; two processes

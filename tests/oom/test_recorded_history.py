@@ -1,4 +1,4 @@
-"""The verdicts are those of the same program run under the other setting."""
+"""Recorded history: bounded, with Python stacks only; its verdicts are those of the program under other settings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_memtools.memory import history_recording
 from lightning_memtools.memory.allocator import (
     AllocatorConfig,
     CachingAllocator,
@@ -18,7 +20,48 @@ from lightning_memtools.memory.allocator import (
 )
 from lightning_memtools.memory.allocator import AllocatorHistory as Recorded
 from lightning_memtools.memory.allocator.blocks import Block
+from lightning_memtools.memory.history_recording import record
+from lightning_memtools.memory.readers import CudaReader
+from lightning_memtools.memory.virtual import VirtualDevice
 from lightning_memtools.oom.recorded_history import RecordedHistory
+
+
+@pytest.mark.cuda_memory
+def test_a_recording_on_cuda_that_other_code_began_continues():
+    torch.cuda.memory._record_memory_history(max_entries=7)
+    try:
+        record(CudaReader(torch.device("cuda", 0))).stop()
+        assert torch._C._cuda_isHistoryEnabled()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def test_an_allocator_that_keeps_no_history_is_no_error(monkeypatch) -> None:
+    def refuse() -> bool:
+        raise RuntimeError("cudaMallocAsync does not yet support recordHistory")
+
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", refuse, raising=False)
+    assert record(object.__new__(CudaReader)) is None
+    assert record(None) is None
+
+
+def test_on_a_simulated_device_the_last_actions_are_kept_and_what_other_code_records_continues(monkeypatch):
+    monkeypatch.setattr(history_recording, "MOST_ENTRIES", 5)
+    with VirtualDevice() as device:
+        recorded = record(device)
+        begin = recorded.now()
+        for _ in range(10):
+            torch.empty(1000)
+        assert recorded.now() > begin
+        assert len(recorded.take()["device_traces"][0]) == 5
+        recorded.stop()
+        recorded.stop()  # twice does no harm
+        assert device.history is None
+        device.record_history(7)  # by other code: it continues
+        own = device.history
+        record(device).stop()
+        assert device.history is own
+
 
 MIB = 2**20
 Program = Sequence[tuple[str, int]]

@@ -1,15 +1,28 @@
+"""The page of a report, and what it takes from a failed step."""
+
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_memtools.memory.processes import GpuProcess, other_gpu_processes
 from lightning_memtools.memory.stats import MemoryStats
 from lightning_memtools.oom.actions import Action, ActionKind, Outcome, ranked
 from lightning_memtools.oom.advice_checks import Advice
+from lightning_memtools.oom.failed_step import _name_of_gpu
 from lightning_memtools.oom.failure_facts import FailureFacts, FailureMoment, off_device
 from lightning_memtools.oom.report_page import ReportPage
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("NVIDIA GPU of next year", None), ("Tesla T4", "T4 16GB"), ("NVIDIA L4 (dry run)", "L4 24GB")]
+)
+def test_a_trace_runs_the_kernels_of_the_failed_gpu(name, gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert _name_of_gpu(torch.device("cuda", 0)) == gpu
+
 
 GIB = 2**30
 FACTS = FailureFacts(
