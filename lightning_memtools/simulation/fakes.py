@@ -26,11 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_memtools._torch import storage_id
 from lightning_memtools.memory.cuda_ops.rules import span
-from lightning_memtools.memory.reachable_variables import (
-    CachedFunction,
-    values_named_in_steps,
-    variables_of_hooks,
-)
+from lightning_memtools.memory.reachable_variables import CachedFunction, values_named_in_steps, variables_of_hooks
 from lightning_memtools.simulation.known_values import note_values
 from lightning_memtools.state.random_state import generator_state, set_generator_state
 from lightning_memtools.state.state_snapshot import restorer_of_dict

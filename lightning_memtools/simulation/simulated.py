@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memtools._torch import (
-    fake_mode,
-    fakes_copied_deeply,
-    stores_gradient,
-    without_sharding_hooks,
-)
+from lightning_memtools._torch import fake_mode, fakes_copied_deeply, stores_gradient, without_sharding_hooks
 from lightning_memtools.memory.cuda_ops.attention import FUSED_ATTENTION
 from lightning_memtools.memory.cuda_ops.functions import CUDNN, ReplacedFunctions, cuda_functions
 from lightning_memtools.memory.cuda_ops.reductions import REDUCTIONS

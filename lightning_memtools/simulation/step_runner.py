@@ -29,13 +29,7 @@ from lightning_memtools._lightning import (
 )
 from lightning_memtools.memory.nested_tensors import map_tensors
 from lightning_memtools.simulation.known_values import note_values
-from lightning_memtools.simulation.step_trainer import (
-    EndlessLoader,
-    PhaseHooks,
-    StepTrainer,
-    precision_plugin,
-    quiet,
-)
+from lightning_memtools.simulation.step_trainer import EndlessLoader, PhaseHooks, StepTrainer, precision_plugin, quiet
 
 Stage = Literal["train", "val", "test", "predict"]
 PrecisionName = Literal["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]

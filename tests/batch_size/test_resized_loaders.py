@@ -13,11 +13,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_memtools.batch_size.resized_loaders import (
-    known_sizes,
-    resize_loader,
-    worst_first,
-)
+from lightning_memtools.batch_size.resized_loaders import known_sizes, resize_loader, worst_first
 from lightning_memtools.memory.loader_sizes import batch_size_of, n_samples_of
 
 DATA = TensorDataset(torch.arange(20.0))

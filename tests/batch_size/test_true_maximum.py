@@ -54,7 +54,4 @@ def test_on_a_device_of_few_segments_the_size_is_the_largest_that_trains(tmp_pat
     size, trial = tuner.result.sizes["train"], tuner.result.trials[0]
     assert fits(size)
     assert not fits(int(1.05 * size) + 1)
-    assert (trial.limit, trial.spare) == (
-        parse_size(capacity),
-        parse_size(capacity) - int(0.95 * parse_size(capacity)),
-    )
+    assert (trial.limit, trial.spare) == (parse_size(capacity), parse_size(capacity) - int(0.95 * parse_size(capacity)))

@@ -13,16 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_memtools import HaltOnNaN, LossSpikeError, LossSpikes, NonFiniteError
 from lightning_memtools.nonfinite import step_guard
-from tests.callbacks.spike_models import (
-    AT,
-    SpikeCase,
-    Spiking,
-    SpikingGan,
-    as_loader,
-    batches,
-    labels_times,
-    with_bad,
-)
+from tests.callbacks.spike_models import AT, SpikeCase, Spiking, SpikingGan, as_loader, batches, labels_times, with_bad
 from tests.event_files import scalars, texts_of
 from tests.lightning_models import half, trainer
 

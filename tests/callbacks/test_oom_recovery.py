@@ -238,11 +238,7 @@ class RegistersHook(L.Callback):
 @pytest.mark.parametrize(
     ("options", "other", "message"),
     [
-        (
-            {"find_unused_parameters": True},
-            L.Callback,
-            "find_unused_parameters=True",
-        ),
+        ({"find_unused_parameters": True}, L.Callback, "find_unused_parameters=True"),
         ({"static_graph": True}, L.Callback, "static_graph=True"),
         ({}, RegistersHook, "a communication hook is registered"),
     ],
@@ -284,10 +280,7 @@ class OnCuda(Sequences):
 
 
 @pytest.mark.cuda_memory
-@pytest.mark.parametrize(
-    ("precision", "n_parts"),
-    [("32-true", 4), ("bf16-mixed", 2), ("16-mixed", 2)],
-)
+@pytest.mark.parametrize(("precision", "n_parts"), [("32-true", 4), ("bf16-mixed", 2), ("16-mixed", 2)])
 def test_on_pytorchs_cuda_allocator(precision, n_parts, tmp_path):
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()  # of other tests; a recovery frees them too

@@ -36,12 +36,7 @@ from tests.lightning_models import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:OOMRecovery. A batch")
 
-ONCE_A_STEP = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-)
+ONCE_A_STEP = ("on_train_batch_start", "on_before_zero_grad", "on_before_optimizer_step", "on_train_batch_end")
 
 
 class Notes(L.Callback):

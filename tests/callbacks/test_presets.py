@@ -44,10 +44,7 @@ def test_plain_values_as_in_a_yaml_file_give_arguments_and_leave_callbacks_out()
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"GradientCheckpointing": {}},
-            r"no GradientCheckpointing; it returns MemoryMonitor, .* Add others by name",
-        ),
+        ({"GradientCheckpointing": {}}, r"no GradientCheckpointing; it returns MemoryMonitor, .* Add others by name"),
         ({"HaltOnNaN": 3}, "HaltOnNaN=3 is neither a mapping of its arguments nor a bool"),
         ({"HaltOnNaN": {"skips": 3}}, "skips"),
     ],

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_memtools.checkpointing.checkpoint_plan import CheckpointPlan
 from lightning_memtools.checkpointing.key_value_caches import caches_off
@@ -122,52 +120,6 @@ def three_steps(model: LossOf, batch: dict[str, Tensor], *, bf16: bool) -> dict[
         found |= {f"loss {step}": loss.detach()} | _gradients(model, step)
         optimizer.step()
     return found | _state(model)
-
-
-class _OfLightning(L.LightningModule):
-    def __init__(self, net: LossOf) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = self.net(batch)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class _Recording(L.Callback):
-    """Keeps losses and gradients. No hook of the module does: its copies of gradients would count as the step's own."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        del optimizer
-        self.found |= _gradients(module.get_submodule("net"), trainer.global_step)
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        del trainer, module, batch
-        self.found[f"loss {batch_idx}"] = outputs["loss"].detach()
-
-
-def three_steps_of_lightning(
-    model: LossOf, batch: dict[str, Tensor], *callbacks: L.Callback, bf16: bool
-) -> dict[str, Tensor]:
-    """The same with a Lightning Trainer, which plans by itself if GradientCheckpointing is among the callbacks."""
-    torch.manual_seed(5)
-    recording = _Recording()
-    trainer = L.Trainer(
-        max_steps=3, accelerator="cpu", devices=1, precision="bf16-mixed" if bf16 else "32-true", gradient_clip_val=1.0,
-        callbacks=[recording, *callbacks], logger=False, barebones=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    batches: Any = [batch] * 3
-    trainer.fit(_OfLightning(model), DataLoader(batches, batch_size=None))
-    return recording.found | _state(model)
 
 
 def _gradients(model: nn.Module, step: int) -> dict[str, Tensor]:

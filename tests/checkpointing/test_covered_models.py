@@ -15,9 +15,9 @@ from tests.zoo import torchvision_models
 class Trained(pl.LightningModule):
     """Layers, and a step in the way of a test."""
 
-    def __init__(self, layers: nn.Module, optimizer: str = "AdamW") -> None:
+    def __init__(self, layers: nn.Module, optimizer: str = "AdamW", batch_size: int = 256) -> None:
         super().__init__()
-        self.layers, self.optimizer = layers, optimizer
+        self.layers, self.optimizer, self.batch_size = layers, optimizer, batch_size
 
     def training_step(self, batch, batch_idx):
         return self.step(batch).square().mean()
@@ -29,7 +29,7 @@ class Trained(pl.LightningModule):
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=1e-3)
 
     def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.randn(512, 8, 32), batch_size=256)
+        return torch.utils.data.DataLoader(torch.randn(512, 8, 32), self.batch_size)
 
 
 class Recurrent(Trained):
@@ -86,3 +86,21 @@ def test_it_is_planned_and_trained_bit_for_bit(name, tmp_path):
     assert plan.refused is None
     assert plan.planned.activation_bytes < (0.98 if name == "a detector" else 0.75) * plan.plain.activation_bytes
     assert all(torch.equal(one, other) for one, other in zip(*(w.values() for w in weights), strict=True))
+
+
+def test_where_nothing_is_gained_one_line_says_so_and_nothing_changes(tmp_path, capsys):
+    class Seen(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            assert not [name for name, part in pl_module.named_modules() if "forward" in vars(part)]
+
+    weights = []
+    for callbacks in ([], [GradientCheckpointing(), Seen()]):
+        torch.manual_seed(0)
+        module = Trained(nn.Sequential(feed_forward(), feed_forward()), batch_size=1)
+        trainer(tmp_path, *callbacks, logger=False, limit_train_batches=3).fit(module)
+        weights.append(nn.utils.parameters_to_vector(module.parameters()))
+    assert torch.equal(*weights)
+    assert callbacks[0].plan.refused is not None
+    said = " ".join(capsys.readouterr().out.split())
+    assert "GradientCheckpointing: Nothing is recomputed. No plan lowers the predicted peak of" in said
+    assert "left out" not in said, "the rest is in the report only"

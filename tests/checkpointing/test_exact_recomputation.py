@@ -146,11 +146,7 @@ class _Replaces(nn.Module):
 
 @pytest.mark.parametrize(
     ("make", "shape", "share"),
-    [
-        (SharesAList, (64, 32), 0.81),
-        (UNet, (4, 3, 32, 32), 0.69),
-        (HandsOnViews, (64, 32), 0.71),
-    ],
+    [(SharesAList, (64, 32), 0.81), (UNet, (4, 3, 32, 32), 0.69), (HandsOnViews, (64, 32), 0.71)],
 )
 def test_own_forwards_with_skips_shared_storages_and_lists(make, shape, share):
     model = same_seed(make)

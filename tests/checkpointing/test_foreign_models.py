@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import re
 
-import lightning as L
 import pytest
-import torch
 
-from lightning_memtools import GradientCheckpointing
 from lightning_memtools.checkpointing.planning import BudgetTooSmallError, plan_checkpoints
 from lightning_memtools.memory.sizes import format_size
-from tests.checkpointing.foreign_models import (
-    FOREIGN,
-    made,
-    measured_peak,
-    three_steps_of_lightning,
-    trains_the_same,
-)
+from tests.checkpointing.foreign_models import FOREIGN, made, measured_peak, trains_the_same
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -31,29 +21,6 @@ def test_training_is_bitwise_the_same_and_the_peak_is_the_predicted_one(name):
     assert measured_peak(model, batch, None) == pytest.approx(plan.plain_peak_bytes, rel=0.01)
     for bf16 in (False, True):
         assert trains_the_same(name, plan, bf16=bf16) == {}
-
-
-def test_where_nothing_is_gained_one_line_says_so_and_nothing_changes(capsys):
-    class Seen(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            forwards.update(name for name, part in pl_module.named_modules() if "forward" in vars(part))
-
-    forwards = set()
-    model, batch = made("bert")
-    batch = {name: one[:1, :2] for name, one in batch.items()}
-    plain = three_steps_of_lightning(copy.deepcopy(model), batch, bf16=False)
-    capsys.readouterr()
-    callback = GradientCheckpointing()
-    found = three_steps_of_lightning(model, batch, callback, Seen(), bf16=False)
-    said = " ".join(capsys.readouterr().out.split())
-    assert re.search(
-        r"GradientCheckpointing: Nothing is recomputed\. No plan lowers the predicted peak of .* MiB", said
-    )
-    assert "left out" not in said, "the rest is in the report only"
-    assert callback.plan.refused is not None
-    assert forwards == set()
-    assert plain.keys() == found.keys()
-    assert all(torch.equal(one, found[key]) for key, one in plain.items())
 
 
 def test_a_budget_out_of_reach_names_the_smallest_peak_and_its_plan():

@@ -56,16 +56,7 @@ def target(tmp_path, monkeypatch):
 
 
 def test_it_prints_figures_and_gpus(capfd):
-    arguments = [
-        "--optimizer",
-        "Adam",
-        "--capacity",
-        "1GiB",
-        "--max-batch",
-        "--all-gpus",
-        "--snapshot",
-        "s.pickle",
-    ]
+    arguments = ["--optimizer", "Adam", "--capacity", "1GiB", "--max-batch", "--all-gpus", "--snapshot", "s.pickle"]
     assert main(["estimate", "my_target:model_and_batch", *arguments]) == 0
     out = capfd.readouterr().out
     assert "1,049,600" in out  # parameters

@@ -12,16 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.doctor.specimens import (
-    Paced,
-    doctored,
-    found,
-    network,
-    only,
-    rows,
-    serious,
-    squared,
-)
+from tests.doctor.specimens import Paced, doctored, found, network, only, rows, serious, squared
 from tests.lightning_models import loader
 
 

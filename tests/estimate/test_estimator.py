@@ -9,12 +9,7 @@ from torch import nn
 
 from lightning_memtools import VirtualDevice
 from lightning_memtools.estimate import estimate_memory
-from tests.estimate.networks import (
-    Classifier,
-    classify,
-    mlp,
-    total,
-)
+from tests.estimate.networks import Classifier, classify, mlp, total
 from tests.zoo import torchvision_models
 
 KIB, MIB = 2**10, 2**20

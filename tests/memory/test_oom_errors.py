@@ -5,11 +5,7 @@ import errno
 import pytest
 import torch
 
-from lightning_memtools.memory.oom_errors import (
-    is_killed_worker,
-    is_out_of_memory,
-    requested_bytes,
-)
+from lightning_memtools.memory.oom_errors import is_killed_worker, is_out_of_memory, requested_bytes
 from lightning_memtools.memory.virtual import VirtualDevice
 
 OUT_OF_MEMORY = [

@@ -9,10 +9,7 @@ from lightning_memtools import MemoryMonitor, VirtualDevice
 from lightning_memtools.memory.arriving_values import ArrivingValues
 from lightning_memtools.memory.early_warnings import EarlyWarnings
 from lightning_memtools.memory.peaks import MemoryPoint
-from lightning_memtools.memory.scalars import (
-    composition_scalars,
-    device_scalars,
-)
+from lightning_memtools.memory.scalars import composition_scalars, device_scalars
 from lightning_memtools.memory.sizes import GIB, MIB
 from lightning_memtools.memory.stats import MemoryStats
 from tests.callbacks.memory_models import Wide

@@ -13,13 +13,7 @@ from lightning_memtools.memory.sizes import GIB, MIB, find_gpu, format_size, kno
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [
-        ("24GiB", 24 * 2**30),
-        ("24GB", 24 * 10**9),
-        ("512 mib", 512 * 2**20),
-        ("1.5GiB", 3 * 2**29),
-        (".5KiB", 512),
-    ],
+    [("24GiB", 24 * 2**30), ("24GB", 24 * 10**9), ("512 mib", 512 * 2**20), ("1.5GiB", 3 * 2**29), (".5KiB", 512)],
 )
 def test_a_size_means_its_number_times_its_unit(text, n_bytes):
     assert parse_size(text) == n_bytes
@@ -59,12 +53,7 @@ def rows():
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [
-        ("24GiB", 24 * GIB),
-        ("24 GB", 24 * 10**9),
-        ("RTX 3060", 12_622_168_064),
-        ("T4", 14_930 * 2**20),
-    ],
+    [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("RTX 3060", 12_622_168_064), ("T4", 14_930 * 2**20)],
 )
 def test_a_capacity_is_a_size_or_a_gpus_usable_bytes(text: str, n_bytes: int) -> None:
     assert parse_capacity(text) == n_bytes

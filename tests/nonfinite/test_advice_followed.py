@@ -139,10 +139,7 @@ OPERATIONS: dict[str, tuple[Function, list[Function]]] = {
     "ctc_loss": (
         ctc, [lambda x: ctc(x, zero_infinity=True), lambda x: is_labelled(x, lambda: ctc(x))]
     ),
-    "mean": (
-        lambda x: x[x > (9e9 if (x == 0).any() else 0)].mean(),
-        [lambda x: is_labelled(x, x[x > 0].mean)],
-    ),
+    "mean": (lambda x: x[x > (9e9 if (x == 0).any() else 0)].mean(), [lambda x: is_labelled(x, x[x > 0].mean)]),
     "var": (lambda x: fewer(x).var(), [torch.var, lambda x: fewer(x).var(correction=0)]),
     "std": (lambda x: fewer(x).std(), [torch.std, lambda x: torch.sqrt(fewer(x).var(correction=0) + EPS)]),
 }  # fmt: skip

@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memtools.nonfinite.step_guard import (
-    UpdateFlag,
-    creates_state,
-    honours_found_inf,
-    mark_settings,
-)
+from lightning_memtools.nonfinite.step_guard import UpdateFlag, creates_state, honours_found_inf, mark_settings
 from tests.nonfinite.observe import differences
 
 FUSED = {

@@ -54,12 +54,7 @@ class Advice:
 
 ADVICE = [
     *(
-        Advice(
-            words,
-            partial(on_graphs, **options),
-            partial(on_graphs, split=parts_of, loss_weight=n_graphs),
-            UNEQUAL,
-        )
+        Advice(words, partial(on_graphs, **options), partial(on_graphs, split=parts_of, loss_weight=n_graphs), UNEQUAL)
         for words, options in (
             ("pass split_batch=, a function (batch, n_parts) that returns the parts", {}),
             ("and loss_weight=, a function that counts the samples", {"split": parts_of}),

@@ -11,11 +11,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from lightning_memtools.recovery.batch_parts import (
-    CannotSplitError,
-    n_samples_of,
-    split_plainly,
-)
+from lightning_memtools.recovery.batch_parts import CannotSplitError, n_samples_of, split_plainly
 
 
 class Pair(NamedTuple):

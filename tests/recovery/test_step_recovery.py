@@ -122,10 +122,7 @@ def on_graphs(**options: Any) -> Steps:
     ("options", "reason"),
     [
         ({"loss_weight": lambda batch: 0}, r"parts of \[0.0, 0.0\]"),
-        (
-            {"loss_weight": lambda batch: 4},
-            r"parts of \[4.0, 4.0\] as loss_weight= counts are not the batch of 4.0",
-        ),
+        ({"loss_weight": lambda batch: 4}, r"parts of \[4.0, 4.0\] as loss_weight= counts are not the batch of 4.0"),
         ({"loss_weight": lambda batch: dict[str, float]()["mask"]}, "loss_weight raised KeyError: 'mask'"),
         ({"split": lambda batch, n: [batch[:3]]}, r"its 1 parts of \[3.0\] samples are not the batch of 8.0"),
         ({"split": lambda batch, n: [], "loss": "sum"}, "its 0 parts"),

@@ -8,12 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_memtools._lightning import (
-    correct_logged_hparam,
-    forget_saved_arguments,
-    loop_of,
-    source_of,
-)
+from lightning_memtools._lightning import correct_logged_hparam, forget_saved_arguments, loop_of, source_of
 from lightning_memtools._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_memtools.batch_size.resized_loaders import resize_loader
 from lightning_memtools.batch_size.size_limits import STAGES

@@ -7,11 +7,7 @@ from lightning_memtools.memory.allocator.allocator_config import AllocatorConfig
 from lightning_memtools.memory.allocator.blocks import Block, Segment
 from lightning_memtools.memory.allocator.caching_allocator import CachingAllocator, copy_of
 from lightning_memtools.memory.allocator.cublas import cublas_workspace_bytes
-from lightning_memtools.memory.allocator.memory_snapshot import (
-    AllocatorHistory,
-    take_snapshot,
-    write_snapshot,
-)
+from lightning_memtools.memory.allocator.memory_snapshot import AllocatorHistory, take_snapshot, write_snapshot
 from lightning_memtools.memory.allocator.simulated_oom import SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.trace_replay import ReplayedTrace, replay, replay_on
 

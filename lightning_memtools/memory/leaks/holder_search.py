@@ -27,12 +27,7 @@ from lightning_memtools.memory.leaks.holders import (
     is_a,
     names_of_modules,
 )
-from lightning_memtools.memory.leaks.tensor_census import (
-    LivingTensor,
-    bytes_of,
-    count_by_kind,
-    largest_signatures,
-)
+from lightning_memtools.memory.leaks.tensor_census import LivingTensor, bytes_of, count_by_kind, largest_signatures
 from lightning_memtools.memory.owned import storage_of
 from lightning_memtools.memory.user_code import owner_of
 

@@ -4,12 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from lightning_memtools.memory.allocator import (
-    AllocationTrace,
-    AllocatorConfig,
-    CachingAllocator,
-    SimulatedOutOfMemory,
-)
+from lightning_memtools.memory.allocator import AllocationTrace, AllocatorConfig, CachingAllocator, SimulatedOutOfMemory
 from lightning_memtools.memory.allocator.allocation_trace import TraceEventKind
 
 MIB = 2**20

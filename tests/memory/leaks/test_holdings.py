@@ -63,12 +63,5 @@ def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
         model = Model()
         model.register_buffer("table", mib(4))
         model.kept, batch, young = [mib(2)], mib(8), mib(1)
-        held = find_holdings(
-            device.holds,
-            model,
-            [],
-            batch,
-            names_of_run(model, []),
-            is_young=lambda one: one is young,
-        )
+        held = find_holdings(device.holds, model, [], batch, names_of_run(model, []), is_young=lambda one: one is young)
     assert [(one.path, one.n_bytes) for one in held.found] == [("Model.kept", 2 * MIB)]
