@@ -43,9 +43,8 @@ def run_again(bad: BadStep, rerun: StepRerun, *, explains: bool) -> dict[str, st
                 names = first_of(bad.unrestored)
                 bad.doubts = (f"The step writes {names}, without a copy: a rerun begins with what it has written.",)
             if any(micro.updates_before for micro in rerun.micro):
-                bad.doubts += (
-                    "Earlier updates of the same batch were made before the step: a rerun begins after them.",
-                )
+                text = "Earlier updates of the same batch were made before the step: a rerun begins after them."
+                bad.doubts = (*bad.doubts, text)
             bad.why_no_operation = "" if explains else "not asked for (explain=False)"
             if explains:
                 explain(rerun, plain, bad)
@@ -77,7 +76,7 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
         if not bad.dirty:
             bad.cause, bad.advice = NonFiniteCause.UNKNOWN, ADVICE["unknown"]
             bad.because = "hooks update weights in the backward pass, so that they may be NaN since this step."
-        raise CannotRerunError(f"{bad.doubts[0]} Without hooks that update weights, the operation is found")
+        raise CannotRerunError(" ".join([*bad.doubts, "Hooks update weights in its backward pass"]))
     position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
     has_good_loss = bool(traced.losses) and all(map(math.isfinite, map(float, traced.losses)))
