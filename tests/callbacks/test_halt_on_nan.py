@@ -22,6 +22,7 @@ from lightning_memtools.callbacks import halt_on_nan
 from lightning_memtools.callbacks.halt_on_nan import HaltOnNaN
 from lightning_memtools.nonfinite import step_guard
 from lightning_memtools.nonfinite.bad_step import NonFiniteCause, NonFiniteError
+from tests.batch_size_models import Samples
 from tests.event_files import scalars
 from tests.lightning_models import half, trainer
 from tests.nonfinite.observe import Observer, differences, state_bits
@@ -120,15 +121,8 @@ def test_state_is_bitwise_that_before_the_bad_step_and_checkpoints_are_finite(
                             filename="{step}", save_on_exception=True),
         ]  # fmt: skip
         is_guarded = isinstance(callback, HaltOnNaN)
-        run = trainer(
-            tmp_path,
-            callback,
-            *(savers if is_guarded else ()),
-            logger=False,
-            accumulate_grad_batches=accumulate,
-            enable_checkpointing=is_guarded,
-            gradient_clip_val=1.0,
-        )
+        options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0, "enable_checkpointing": is_guarded}
+        run = trainer(tmp_path, callback, *(savers if is_guarded else ()), logger=False, **options)
         if is_guarded:
             error = halted(run, model, loader(bad))
         else:
@@ -476,13 +470,6 @@ def test_every_logger(kind, tmp_path):
 @pytest.mark.parametrize("accumulate", [1, 4])
 @fused_or_not
 def test_it_adds_at_most_half_a_percent_and_one_batch_to_the_peak(fused, accumulate, tmp_path):
-    class Images(torch.utils.data.Dataset[Tensor]):
-        def __len__(self):
-            return 12
-
-        def __getitem__(self, index):
-            return torch.full((64, 768), 0.1)  # a batch of its own each time, as a loader makes it
-
     peaks = []
     for callbacks in ((), (HaltOnNaN(),)):
         with VirtualDevice() as device:
@@ -491,7 +478,7 @@ def test_it_adds_at_most_half_a_percent_and_one_batch_to_the_peak(fused, accumul
                 nn.Linear(768, 2048), nn.Tanh(), nn.Linear(2048, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
             )
             run = trainer(tmp_path, *callbacks, logger=False, accumulate_grad_batches=accumulate)
-            run.fit(model, DataLoader(Images(), batch_size=None))
+            run.fit(model, DataLoader(Samples(12, 64, 768), batch_size=None))
         peaks.append(device.stats().peak_allocated)
     without, with_it = peaks
     assert with_it - without <= 0.005 * without + 64 * 768 * 4

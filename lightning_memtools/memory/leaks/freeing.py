@@ -16,6 +16,8 @@ def how_to_free(holding: Holding) -> str:
     holder = holding.holder
     if holding.is_left_over:
         return "Something still refers to it; `del` that, and let `gc.collect()` run, before the next run begins"
+    if holding.owners:
+        return "Move it off the device, if no step needs it there: `.cpu()`"
     if holder.is_gradient:
         path = _from_outside(holder, holder.path)
         return f"Set it to None (`{path} = None`), or call `torch.autograd.grad`, which keeps no gradient"
@@ -30,12 +32,9 @@ def _release(holding: Holding) -> str:
         (any(is_a(link, LruCache) for link in holder.links), f"Call `{path}.cache_clear()` when the epoch ends"),
         (
             any(map(_is_metric, holder.links)),
-            "Reset the metric when the epoch ends (self.log does it for a metric that it is given)",
+            "Reset the metric when the epoch ends (self.log resets one that it is given)",
         ),
-        (
-            _is_of_hook(holder),
-            "Call `handle.remove()` with what registering the hook returned, once it is done",
-        ),
+        (_is_of_hook(holder), "Call `handle.remove()` with what registering the hook returned, once it is done"),
         (is_a(holder.root, Dataset), f"Let the data set not keep what it has yielded ({path})"),
         (is_a(holder.root, GeneratorType), f"Close {holder.name} with `close()`"),
         (is_variable, f"`del {variable}` once it is no longer needed, or clear it when the epoch ends"),

@@ -50,7 +50,8 @@ class Holding:
         tensors: The number of tensors of each shape and type.
         n_bytes: The bytes that the tensors occupy on the device, including what their autograd graphs have saved.
         with_graph: The number of tensors that hold an autograd graph.
-        owners: The models and optimizers of other runs that the object holds, counted by name: {"model Net": 3}.
+        owners: The models and optimizers of other runs, or the copy of the weights, that the object holds, counted by
+            name: {"model Net": 3}.
         piles_up: True if it looks as if the object collects more and more tensors.
         is_of_run: True if the object belongs to the run: the model, its callbacks or its Trainer.
     """

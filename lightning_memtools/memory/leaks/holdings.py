@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_memtools._torch import saved_tensors_of
 from lightning_memtools.memory.leaks.holder_search import LEAST_SHARE, HolderSearch, Holding, names_of_variables
 from lightning_memtools.memory.leaks.holders import TensorHolder, is_a, is_ours
-from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of
+from lightning_memtools.memory.leaks.tensor_census import LivingTensor, TensorCensus, bytes_of, count_by_kind
 from lightning_memtools.memory.living_objects import instances_of, outermost
 from lightning_memtools.memory.owned import OnDevice, block_bytes, owned_by, storage_of
 
@@ -71,7 +71,10 @@ def find_holdings(
     search.weigh_graphs()
     search.find_piles(end)
     garbage = sum(n_bytes for key, n_bytes in before.items() if key not in after)
-    return Holdings(tuple(search.joined()), garbage)
+    weights = count_by_kind(parameter for parameter in model.parameters() if parameter.requires_grad)
+    # Averaged weights, which many keep in a list of tensors, are no pile that grows.
+    copy: dict[str, Any] = {"owners": {"copy of the weights": 1}, "is_of_run": True, "piles_up": False}
+    return Holdings(tuple(replace(one, **copy if one.tensors == weights else {}) for one in search.joined()), garbage)
 
 
 def _settled(on_device: OnDevice, left_out: Collection[int], is_young: Callable[[Tensor], bool]) -> list[LivingTensor]:
@@ -141,14 +144,8 @@ class _HoldingSearch:
             self.unheld |= {one.key: one.n_bytes for one in pile}
             return
         holding = Holding.of(holder, pile, saved_bytes=sum(self._take_saved_by(one.tensors) for one in pile))
-        self._found.append(
-            replace(
-                holding,
-                owners=owners or {},
-                piles_up=holding.piles_up and not owners,
-                is_of_run=id(holder.root) in self._of_run,
-            )
-        )
+        piles_up, is_of_run = holding.piles_up and not owners, id(holder.root) in self._of_run
+        self._found.append(replace(holding, owners=owners or {}, piles_up=piles_up, is_of_run=is_of_run))
 
     def _take_saved_by(self, tensors: Iterable[Tensor]) -> int:
         """Count what the autograd graphs of `tensors` have saved. Return the bytes that were not counted before."""

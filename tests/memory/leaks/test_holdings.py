@@ -65,3 +65,13 @@ def test_the_models_own_tensors_its_batch_and_what_is_young_do_not_count():
         model.kept, batch, young = [mib(2)], mib(8), mib(1)
         held = find_holdings(device.holds, model, [], batch, names_of_run(model, []), is_young=lambda one: one is young)
     assert [(one.path, one.n_bytes) for one in held.found] == [("Model.kept", 2 * MIB)]
+
+
+def test_averaged_weights_in_a_list_are_no_pile_that_grows():
+    """As torch_ema and many others keep them."""
+    with VirtualDevice() as device:
+        model = Model()
+        model.net = nn.Linear(512, 512)
+        model.averaged = [parameter.detach().clone() for parameter in model.parameters()]
+        one = only(held_by(model, device))
+    assert (one.piles_up, one.is_left_over, "the copy of the weights" in holding_in_words(one)) == (False, False, True)
