@@ -221,10 +221,10 @@ class GradientCheckpointing(EitherCallback, Neighbour):
             return error.with_traceback(None)
         except Exception as error:  # noqa: BLE001, the user's step runs here and may raise anything on fake tensors
             line = user_line_of(error)
-            where = "" if line is None else f", at {line}"
+            do = "Plan" if line is None else f"Change {line}, or plan"
             return (
-                f"a step could not be traced on fake tensors ({in_one_line(error)}{where}). Change that line, or plan "
-                "the part of the model that does not run it: plan_checkpoints(module, sample)"
+                f"a step could not be traced on fake tensors ({in_one_line(error)}). {do} the part of the model that "
+                "can be traced: plan_checkpoints(module, sample)"
             )
 
 
