@@ -770,7 +770,7 @@ def is_compiler_loaded() -> bool:
 
 
 def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything in this process. There is no public API to ask."""
+    """Return whether torch.compile has compiled anything in this process. There is no public API for this."""
     return is_compiler_loaded() and bool(sys.modules["torch._dynamo.utils"].counters["frames"])
 
 

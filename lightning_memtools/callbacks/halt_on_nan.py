@@ -363,8 +363,8 @@ class HaltRun:
     def warn_if_blind(self) -> None:
         """Warn if no gradient could be checked: a module or hooks may update weights past Lightning."""
         history, parameters = self.guard.history, self._module.parameters()
-        is_empty = not any(past.norm for past in history) and all(each.grad is None for each in parameters)
-        if self._trainer.optimizers and (is_empty if history else not self._is_automatic):
+        saw_none = not any(past.norm for past in history) and all(each.grad is None for each in parameters)
+        if self._trainer.optimizers and (saw_none if history else not self._is_automatic):
             text = "use self.optimizers() and self.manual_backward(loss), and no hooks that update weights in backward"
             warnings.warn(f"HaltOnNaN saw no gradient, and checks none: {text}.", DegradedWarning, stacklevel=2)
 

@@ -152,7 +152,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's values. Tensors that differ in any bit (almost certainly) have different hashes.
+    """Return a hash of a tensor's values. If two tensors differ in any bit, their hashes almost certainly differ, too.
 
     Each 8 bytes are multiplied by a fixed random odd number and summed modulo 2^64 (multilinear hashing, Carter and
     Wegman 1979), so that their order counts too. The hash is 0 for tensors whose values cannot be read.

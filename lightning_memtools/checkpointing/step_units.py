@@ -68,7 +68,7 @@ class StepUnits:
         units: The units, in the order of the forward pass.
         plain: The memory and operations of the step without a plan.
         spans: For each layer, the start and the end (exclusive) of the units in its first call, as indices.
-        changed: For each layer that changes an attribute or buffer, and so must not run twice, a phrase that says so.
+        changed: For each layer that must not run twice, a phrase that says what it changes or that it takes a gradient.
     """
 
     units: tuple[Unit, ...]
@@ -82,8 +82,8 @@ def units_of_step(
 ) -> StepUnits:
     """Run a step on fake tensors, and measure each layer of the chains and the code between layers.
 
-    The loss of the linear layers `heads` is computed in chunks. `plain` is the cost without a plan, if known. What the
-    step raises on fake tensors is raised.
+    The loss of the linear layers `heads` is computed in chunks. `plain` is the cost without a plan, if known. Errors
+    that the step raises on fake tensors are passed on.
     """
     with tracing(step) as trace, AppliedPlan(trace.model, (), heads=heads):
         trace.run()
@@ -246,7 +246,7 @@ def _state_of(module: nn.Module) -> dict[str, list[Any]]:
         held |= {f"{variable.name} (of a hook)": variable.value for variable in variables_of_hooks(part)}
         held |= {} if updates_statistics(part) else dict(part.named_buffers(recurse=False))
         for name, value in (*held.items(), *part.named_parameters(recurse=False)):
-            # The hooks of transformers collect router logits in lists, while a model runs, and these in a variable.
+            # Hooks of transformers collect router logits in lists, which a context variable holds while a model runs.
             content = value.get(None) if isinstance(value, ContextVar) else value
             elements = content.values() if isinstance(content, dict) else content
             is_container = isinstance(content, (list, dict, set, deque))

@@ -501,7 +501,8 @@ def _losses(bad: BadStep) -> str:
 
 
 def _series(history: Sequence[PastStep]) -> list[tuple[str, str]]:
+    is_seen = bool(history) and not math.isnan(history[0].loss)  # a module may take its gradients past Lightning
     return [
-        ("Last losses", " ".join(f"{past.loss:.4g}" for past in history if not math.isnan(history[0].loss))),
+        ("Last losses", " ".join(f"{past.loss:.4g}" for past in history if is_seen)),
         ("Last gradient norms", " ".join(f"{past.norm:.4g}" for past in history)),
     ]

@@ -75,8 +75,8 @@ def explain(rerun: StepRerun, plain: StepOutcome, bad: BadStep) -> None:
     if root.leaf and root.leaf.name in rerun.written and any(map(has_accumulation_hook, rerun.module.parameters())):
         if not bad.dirty:
             bad.cause, bad.advice = NonFiniteCause.UNKNOWN, ADVICE["unknown"]
-            bad.because = "hooks update weights in the backward pass, so that they may be NaN since this step."
-        raise CannotRerunError(" ".join([*bad.doubts, "Hooks update weights in its backward pass"]))
+            bad.because = "hooks update weights during the backward pass, so this step itself may have made them NaN."
+        raise CannotRerunError(" ".join([*bad.doubts, "Hooks update weights during its backward pass"]))
     position, event = _position_of_bad(traced, rerun, root), root.event
     micro = rerun.micro[position]
     has_good_loss = bool(traced.losses) and all(map(math.isfinite, map(float, traced.losses)))
@@ -117,7 +117,7 @@ def _bad_memory(outcome: StepOutcome, memory: StorageKeys) -> list[int]:
 
 
 def _position_of_bad(outcome: StepOutcome, rerun: StepRerun, root: BadValueRoot) -> int:
-    """Return the position of the micro-batch to blame: the first with a bad loss or bad `root`, or else the last."""
+    """Return the position of the first micro-batch with a bad loss (or bad data, if it is the root), else the last."""
     last = len(rerun.micro) - 1
     if len(outcome.losses) != len(rerun.micro):
         return last
@@ -303,7 +303,7 @@ def _masks(event: BadOperation) -> bool:
 def _slice_back(
     events: Sequence[BadOperation], start: Iterable[int], leaves: Leaves, *, ends_at_masks: bool = False
 ) -> tuple[list[BadValueRoot], list[BadOperation]]:
-    """Trace NaN and Inf in the storages `start` back to where they began. Return that, and what made NaN from Inf."""
+    """Trace NaN and Inf in the storages `start` back. Return where they first appeared and what turned Inf into NaN."""
     last, last_nan = dict[int, int](), dict[int, int]()  # storage: the operation that has written it
     writers: list[dict[int, int | None]] = []  # for each operation, the one that wrote each of its bad inputs
     for index, event in enumerate(events):

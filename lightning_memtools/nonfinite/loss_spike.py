@@ -22,7 +22,7 @@ class LossSpikeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpike:
-    """A spike: a step whose loss or gradient norm is far above those of earlier steps.
+    """A training step whose loss or gradient norm is far above those of earlier steps.
 
     Attributes:
         step: The training step, as on the x axis of the logs.

@@ -150,7 +150,7 @@ class UpdateFlag:
     def __init__(self) -> None:
         self.flag: Tensor | None = None
         self._sent: ArrivingValues[GuardedStep] = ArrivingValues()
-        self._attached: list[Optimizer] = []
+        self._attached: set[Optimizer] = set()
 
     @torch.no_grad()
     def check(self, optimizer: Optimizer, numbers: Tensor, deciding: slice, step: GuardedStep) -> None:
@@ -162,8 +162,7 @@ class UpdateFlag:
         # Exactly 0 or 1: the kernels subtract it from the step count.
         self.flag.copy_(bad | (self.flag != 0))
         optimizer.found_inf = self.flag  # type: ignore[attr-defined]
-        if all(optimizer is not other for other in self._attached):
-            self._attached.append(optimizer)
+        self._attached.add(optimizer)
         self._sent.send(torch.cat([self.flag.to(numbers.dtype).reshape(1), numbers]), step)
 
     def undecided(self) -> list[GuardedStep]:

@@ -179,7 +179,7 @@ def _exchange_items(container: Any, exchange: MakeTensor, undo: ExitStack) -> li
 
 
 def _keep_state(thing: Any, undo: ExitStack) -> None:
-    """Have `undo` reset `thing`: restore a random generator's state, or clear the cache of a cached function."""
+    """Register with `undo` how to reset `thing`: restore a random generator's state, or clear a function's cache."""
     if isinstance(thing, CachedFunction):
         n_misses = thing.cache_info().misses
         undo.callback(lambda: None if thing.cache_info().misses == n_misses else thing.cache_clear())

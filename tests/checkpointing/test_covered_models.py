@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -66,8 +68,6 @@ COVERED = {
     "recurrent layers": lambda: Recurrent(nn.ModuleList(nn.GRU(32, 32) for _ in range(3))),
     "a detector": Detecting,
 }
-
-
 # torchvision's own operators run on a CUDA build of torch only.
 ON_CUDA = [pytest.mark.cuda_memory, pytest.mark.filterwarnings("ignore:GPU available but not used")]
 
@@ -102,5 +102,5 @@ def test_where_nothing_is_gained_one_line_says_so_and_nothing_changes(tmp_path, 
     assert torch.equal(*weights)
     assert callbacks[0].plan.refused is not None
     said = " ".join(capsys.readouterr().out.split())
-    assert "GradientCheckpointing: Nothing is recomputed. No plan lowers the predicted peak of" in said
+    assert re.search(r"GradientCheckpointing: Nothing is recomputed\. No plan lowers the predicted peak of .*.iB", said)
     assert "left out" not in said, "the rest is in the report only"

@@ -95,8 +95,9 @@ def enter_all(
         for child in thing.children():
             enter_all(child, enter, flatten)
         _enter_parameters(thing.parameters(recurse=False), enter)
-        states = held if isinstance(held := vars(thing).get("_defaults"), dict) else {}  # of a torchmetrics Metric
-        for buffer in (*thing.buffers(recurse=False), *tensors_in([states, *map(vars(thing).get, states)])):
+        defaults = vars(thing).get("_defaults")  # of a torchmetrics Metric, whose states move too
+        states = [defaults, *map(vars(thing).get, defaults)] if isinstance(defaults, dict) else []
+        for buffer in (*thing.buffers(recurse=False), *tensors_in(states)):
             enter(buffer, Category.BUFFER)
         if flatten is not None:
             flatten(thing, lambda made: enter(made, Category.PARAMETER))
@@ -109,11 +110,10 @@ def enter_all(
 
 
 def trackable(thing: object) -> Iterator[nn.Module | Optimizer | torch.Tensor]:
-    """Yield the modules, optimizers and tensors in nested containers; a wrapped optimizer is unwrapped first."""
+    """Yield the modules, optimizers and tensors in nested containers. Optimizers that Lightning wraps are unwrapped."""
     if isinstance(thing, (nn.Module, Optimizer, torch.Tensor)):
         yield thing
     elif isinstance(getattr(thing, "optimizer", None), Optimizer):
-        # Lightning wraps optimizers in this way.
         yield thing.optimizer  # type: ignore[attr-defined]
     elif isinstance(thing, Mapping):
         for value in thing.values():

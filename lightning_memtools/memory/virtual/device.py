@@ -131,7 +131,7 @@ class VirtualDevice:
 
     @staticmethod
     def current() -> VirtualDevice | None:
-        """Return the active device of this process, whichever thread entered it; None if there is none."""
+        """Return the process's active device, no matter which thread entered it; None if there is none."""
         return _active[0] if _active else None
 
     def __enter__(self) -> Self:
@@ -337,7 +337,7 @@ class VirtualDevice:
 
     @property
     def trace(self) -> AllocationTrace | None:
-        """The allocator's events; None without ``record=True``."""
+        """The events that the allocator has recorded; None unless the device was created with ``record=True``."""
         return self._allocator.trace
 
     @property
