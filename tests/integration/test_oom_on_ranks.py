@@ -16,7 +16,7 @@ SCRIPT = Path(oom_on_ranks.__file__)
 def test_all_ranks_end_and_the_one_that_ran_out_has_its_report(culprit, tmp_path):
     # A rank that waited for the other one would wait for half an hour, the limit of the process group.
     ranks = run_ranks(SCRIPT, tmp_path, culprit, timeout_s=300)
-    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert [rank.returncode for rank in ranks] == [1, 1], "\n".join(rank.stderr for rank in ranks)
 
     report = tmp_path / "board" / "memtools" / f"oom-train-step2-rank{culprit}.md"
     headline = f"(train, step 2, batch 2, forward, rank {culprit} of 2): tried to allocate 80.0 MiB"
